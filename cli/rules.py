@@ -1,0 +1,74 @@
+"""The only reasons for colour on a screen, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trtl_rl.cli.view import View
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Colours the entry ``name`` with ``style`` (a named terminal colour) while ``broken(view, now)`` holds."""
+
+    name: str
+    style: str
+    when: str
+    meaning: str
+    broken: Callable[[View, float], bool]
+
+
+def _above(name: str, limit: float) -> Callable[[View, float], bool]:
+    return lambda view, now: view.metrics.get(name, limit) > limit
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "mismatch",
+        "red",
+        "above 0",
+        "trainer and engine disagree at the same weights",
+        lambda view, now: any(view.probe.get(f"mismatch/{part}", 0) > 0 for part in ("differing_tokens", "max_abs")),
+    ),
+    Rule(
+        "stall",
+        "red",
+        "no row for 10 median steps and 30 s",
+        "the run hangs, was killed, or does a very long step",
+        lambda view, now: view.stalled(now) is not None,
+    ),
+    Rule(
+        "imbalance",
+        "yellow",
+        "above 20",
+        "wrong answers are far less likely than right ones",
+        _above("asympo/imbalance", 20.0),
+    ),
+    Rule(
+        "truncated",
+        "yellow",
+        "above 20%",
+        "answers end at sampling.max_new_tokens, incomplete",
+        _above("completions/clipped_ratio", 0.2),
+    ),
+    Rule(
+        "zero-signal",
+        "yellow",
+        "above 50%",
+        "most groups have equal rewards and teach nothing",
+        _above("frac_reward_zero_std", 0.5),
+    ),
+)
+
+RULES_TEXT = "Colours:\n" + "\n".join(f"  {r.style:<6}  {r.name} {r.when}: {r.meaning}" for r in RULES)
+
+
+def style_of(name: str, view: View, now: float) -> str:
+    """The style of the entry ``name``: its rule's colour while the rule is broken, else none."""
+    return next((rule.style for rule in RULES if rule.name == name and rule.broken(view, now)), "")
+
+
+def broken_rules(view: View, now: float) -> list[Rule]:
+    """The rules that are broken at ``now`` (Unix seconds), the gravest first."""
+    return [rule for rule in RULES if rule.broken(view, now)]

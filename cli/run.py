@@ -1,0 +1,64 @@
+"""``trtl-rl run``: configuration, Ctrl-C, the screen; the work is the Trainer's."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trtl_rl.config import RunConfig, load_config
+from trtl_rl.errors import UserError
+from trtl_rl.trainer.trainer import Trainer, read_config
+
+
+def run(settings: list[str], resume: Path | None) -> int:
+    """Train as ``settings`` say: an optional file, then ``key=value``. Returns the exit code."""
+    config = _configuration(settings, resume)
+    trainer = Trainer(args=config, resume=resume is not None)
+    from trtl_rl.cli.dashboard import Screen
+
+    presses = 0
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1 or number == signal.SIGTERM and presses > 1:
+            raise KeyboardInterrupt
+        trainer.stop()
+
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        with Screen(trainer.run_dir):
+            result = trainer.train()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 130 if result.status == "interrupted" else 0
+
+
+def _configuration(settings: list[str], resume: Path | None) -> RunConfig:
+    file = None
+    if settings and "=" not in settings[0]:
+        file, settings = settings[0], settings[1:]
+    base: dict[str, Any] = {}
+    if resume is not None:
+        if file is not None:
+            raise UserError("--resume takes the run's own configuration; leave the file out (key=value may follow).")
+        if not resume.is_dir():
+            raise UserError(f"There is no run directory {resume}.")
+        base = {**read_config(resume), "run_dir": str(resume)}
+    elif file is None and not _names_own_work(settings):
+        from trtl_rl.demo.defaults import demo_settings
+
+        base = demo_settings()
+    return load_config(file, settings, base)
+
+
+def _names_own_work(settings: list[str]) -> bool:
+    """Whether the command line names a model or data: then the demo's settings do not apply."""
+    return any(text.split("=")[0] in ("model", "data") and text.split("=", 1)[1] != "demo" for text in settings)
+
+

@@ -1,0 +1,257 @@
+"""What the rows of ``metrics.jsonl`` say about a run so far: the state behind every screen, line and summary.
+
+Nothing is drawn here. Rows are applied in file order; what a row lacks stays unknown, and a row that this version
+does not know is passed over, so that a newer run can be watched with an older command. Memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from trtl_rl.metrics import Row
+
+ROLES = ("search", "learning", "feedback")
+_RECENT = 64  # steps that the median step time and the ETA look at
+
+
+class Curve:
+    """A value per step, kept as at most ``limit`` means over equally many steps each.
+
+    >>> curve = Curve(limit=4)
+    >>> for step in range(1, 7):
+    ...     curve.add(step, float(step))
+    >>> curve.values()
+    [1.5, 3.5, 5.5]
+    """
+
+    def __init__(self, limit: int = 2000) -> None:
+        assert limit >= 2 and limit % 2 == 0, "bins are merged in pairs"
+        self.limit = limit
+        self._stride = 1  # rows per bin
+        self._bins: list[tuple[int, float, int]] = []  # first step, sum, rows
+
+    def add(self, step: int, value: float) -> None:
+        if self._bins and self._bins[-1][2] < self._stride:
+            first, total, rows = self._bins[-1]
+            self._bins[-1] = (first, total + value, rows + 1)
+            return
+        if len(self._bins) == self.limit:
+            pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
+            self._bins = [(a[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
+            self._stride *= 2
+        self._bins.append((step, value, 1))
+
+    def drop_from(self, step: int) -> None:
+        """Forget ``step`` and later ones: a resumed run does them again."""
+        while self._bins and self._bins[-1][0] >= step:
+            self._bins.pop()
+
+    def values(self) -> list[float]:
+        return [total / rows for _, total, rows in self._bins]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Long work between or before steps; ``total`` is 0 where nobody knows how much there is."""
+
+    name: str
+    done: float
+    total: float
+    unit: str
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.total <= self.done
+
+
+@dataclass
+class View:
+    """The state of one run.
+
+    Attributes:
+        run_dir: The run's directory, for people.
+        facts: The last ``start`` row: ``model``, ``parameters``, ``loss``, ``recipe``, ``kernels`` …; empty before it.
+        step, steps: The last finished step, and how many are planned (``None``: unknown).
+        metrics: Numbers of the last step only; what it lacks is absent.
+        probe: The last known ``mismatch/…`` numbers: only steps with a parity probe carry them.
+        flops: FLOPs so far by role.
+        wasted: FLOPs so far by fate (``stale``, ``failed`` …), which the roles already count.
+        curve: The reward of all steps, binned.
+        progress: Long work under way, or ``None``.
+        probes, worst_tokens, worst_abs: How many probes there were, and the largest of what they found.
+        sample, message: The last row of that kind.
+        warnings: Messages of level ``warning`` or ``error``.
+        first_evaluation, last_evaluation: ``(step, metrics)``.
+        end: The ``end`` row; ``None`` while the run goes on.
+        rows, torn: Rows taken, and lines that were no JSON (a kill tears one).
+        began, heard: Unix seconds of the last ``start`` row and of the last row.
+    """
+
+    run_dir: str
+    facts: Row = field(default_factory=dict)
+    step: int = 0
+    steps: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    probe: dict[str, float] = field(default_factory=dict)
+    probes: int = 0
+    worst_tokens: float = 0.0
+    worst_abs: float = 0.0
+    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROLES, 0.0))
+    wasted: dict[str, float] = field(default_factory=dict)
+    curve: Curve = field(default_factory=Curve)
+    progress: Progress | None = None
+    sample: Row | None = None
+    message: Row | None = None
+    warnings: int = 0
+    first_evaluation: tuple[int, dict[str, float]] | None = None
+    last_evaluation: tuple[int, dict[str, float]] | None = None
+    end: Row | None = None
+    rows: int = 0
+    torn: int = 0
+    began: float | None = None
+    heard: float | None = None
+    _marks: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def apply(self, row: Any) -> None:
+        """Take the next row of the file."""
+        if not isinstance(row, dict):
+            return
+        self.rows += 1
+        self.heard = finite(row.get("time")) or self.heard
+        match row.get("kind"):
+            case "start":
+                self._start(row)
+            case "progress":
+                progress = progress_of(row)
+                if not progress.finished:
+                    self.progress = progress
+                elif self.progress is not None and self.progress.name == progress.name:
+                    self.progress = None
+            case "step":
+                self._step(row)
+            case "sample":
+                self.sample = row
+            case "message":
+                self.message = row
+                self.warnings += row.get("level") in ("warning", "error")
+            case "evaluation":
+                self.last_evaluation = (int(finite(row.get("step")) or 0), numbers(row.get("metrics")))
+                self.first_evaluation = self.first_evaluation or self.last_evaluation
+            case "end":
+                self.end, self.progress = row, None
+
+    def _start(self, row: Row) -> None:
+        self.facts, self.end, self.progress = row, None, None
+        steps = finite(row.get("steps"))
+        self.steps = None if steps is None else int(steps)
+        self.began = self.heard
+        self._marks.clear()
+        self._step_seconds.clear()
+
+    def _step(self, row: Row) -> None:
+        step = finite(row.get("step"))
+        number = self.step + 1 if step is None else int(step)
+        if number <= self.step:
+            self.curve.drop_from(number)
+            self._marks.clear()
+        self.step, self.metrics, self.progress = number, numbers(row.get("metrics")), None
+        if (reward := self.metrics.get("reward")) is not None:
+            self.curve.add(number, reward)
+        if (seconds := self.metrics.get("timing_s/step")) is not None:
+            self._step_seconds.append(seconds)
+        elif self._marks and self.heard is not None:
+            self._step_seconds.append(max(self.heard - self._marks[-1][0], 0.0))
+        if self.heard is not None:
+            self._marks.append((self.heard, number, self.metrics.get("flops/budget_frac")))
+        self._probe()
+        for role in ROLES:
+            spent = self.metrics.get(f"flops/{role}", 0.0)
+            self.flops[role] = self.metrics.get(f"flops/cumulative/{role}", self.flops[role] + spent)
+        for name, value in self.metrics.items():
+            if name.startswith("flops/wasted/"):
+                fate = name.removeprefix("flops/wasted/")
+                self.wasted[fate] = self.wasted.get(fate, 0.0) + value
+
+    def _probe(self) -> None:
+        found = {name: value for name, value in self.metrics.items() if name.startswith("mismatch")}
+        if found:
+            self.probe, self.probes = found, self.probes + 1
+            self.worst_tokens = max(self.worst_tokens, found.get("mismatch/differing_tokens", 0.0))
+            self.worst_abs = max(self.worst_abs, found.get("mismatch/max_abs", 0.0))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median time of the recent steps."""
+        return median(self._step_seconds) if self._step_seconds else None
+
+    @property
+    def budget(self) -> float | None:
+        """Used share of the FLOP budget, where the run has one."""
+        return self.metrics.get("flops/budget_frac")
+
+    def share(self, role: str) -> float | None:
+        """``role``'s part of all FLOPs so far, 0 to 1."""
+        total = sum(self.flops.values())
+        return self.flops[role] / total if total > 0 else None
+
+    def age(self, now: float) -> float:
+        """Seconds since the last row."""
+        return 0.0 if self.heard is None else max(now - self.heard, 0.0)
+
+    def eta(self, now: float) -> tuple[float, str] | None:
+        """Seconds to the nearer of the two ends, and which it is, ``steps`` or ``budget``; ``None`` while unknown."""
+        if len(self._marks) < 2:
+            return None
+        (first, first_step, first_used), (last, last_step, last_used) = self._marks[0], self._marks[-1]
+        ends: list[tuple[float, str]] = []
+        if self.steps is not None and last_step > first_step:
+            ends.append(((last - first) / (last_step - first_step) * max(self.steps - last_step, 0), "steps"))
+        if first_used is not None and last_used is not None and last_used > first_used:
+            ends.append(((last - first) / (last_used - first_used) * max(1 - last_used, 0.0), "budget"))
+        if not ends:
+            return None
+        seconds, by = min(ends)
+        return max(seconds - max(now - last, 0.0), 0.0), by
+
+    def stalled(self, now: float) -> str | None:
+        """What is missed, when no row came for ten median steps and at least 30 s; ``None`` when all is well."""
+        usual = self.step_seconds
+        if self.end is not None or usual is None or self.age(now) <= max(30.0, 10 * usual):
+            return None
+        if self.progress is not None:
+            work = self.progress
+            return f"last: {work.name}, {work.done:g} of {work.total:g} {work.unit}".rstrip()
+        parts = {
+            name.removeprefix("timing_s/"): seconds
+            for name, seconds in self.metrics.items()
+            if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
+        }
+        longest = f", mostly {max(parts, key=lambda name: parts[name]).replace('_', ' ')}" if parts else ""
+        return f"last: step {self.step}{longest}"
+
+
+def progress_of(row: Row) -> Progress:
+    """What a ``progress`` row says."""
+    done, total = finite(row.get("done")) or 0.0, finite(row.get("total")) or 0.0
+    return Progress(str(row.get("name", "")), done, total, str(row.get("unit") or ""))
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float, or ``None`` where it is no finite number (the file writes NaN as ``null``)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """The finite numbers of a row's ``metrics``."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    found = ((str(name), finite(value)) for name, value in metrics.items())
+    return {name: value for name, value in found if value is not None}

@@ -1,0 +1,356 @@
+"""An engine in a process of its own: ``HostedEngine`` here, ``python -m trtl_rl.engines.host`` there.
+
+What crosses is plain: JSON messages over a socket pair, weights through shared memory. The child is started by module
+name, so a user's script needs no ``__main__`` guard. Every call has a time limit, and a dead or silent child raises with
+the last lines of its own log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from trtl_rl.engines.engine import InFlight
+from trtl_rl.errors import EngineError, RefitError, UserError
+from trtl_rl.recipe.coverage import Coverage
+from trtl_rl.refit.channel import SharedMemorySender
+from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
+from trtl_rl.rollout import Completion, Request
+
+_ERRORS = {"UserError": UserError, "RefitError": RefitError}
+
+
+class HostedEngine:
+    """Implements ``RolloutEngine`` by a child process that runs the embedded engine. Methods may be called by any thread.
+
+    Probes have negative request ids; their completions never mix with those of ``poll``.
+
+    Args:
+        log: File that takes the child's output.
+        threads: Threads of the child's GEMMs.
+        timeout: Seconds without an answer after which the child counts as hung.
+    """
+
+    def __init__(self, log: Path, *, threads: int, timeout: float) -> None:
+        self._log, self._timeout = log, timeout
+        log.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(threads)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the trainer only, which ends the child in order
+            )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._send_lock, self._refit_lock = threading.Lock(), threading.RLock()
+        self._answers: dict[int, Future[Any]] = {}
+        self._calls = itertools.count()
+        self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
+        self._channel = SharedMemorySender()
+        self._version = -1
+        self._failure: str | None = None
+        self.busy_seconds = 0.0  # time that the child spent generating, as it reports
+        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+
+    def configure(self, description: dict[str, Any], kernels: str, compiled: bool, **limits: Any) -> None:
+        """Build the engine in the child: decoder, kernels (their identity must match), slots and limits."""
+        self._call("configure", description=description, kernels=kernels, compiled=compiled, **limits)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def coverage(self) -> Coverage:
+        return Coverage.from_json(self._call("coverage"))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._call("submit", requests=[asdict(request) for request in requests])
+
+    def poll(self, timeout: float) -> list[Completion]:
+        self._check()
+        try:
+            done = self._completions.get(timeout=timeout)
+            while not self._completions.empty():
+                done += self._completions.get()
+        except queue.Empty:
+            done = []
+        if not done:
+            self._check()
+        return done
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        self._call("cancel", ids=list(ids))
+
+    def pause(self, policy: InFlight) -> None:
+        self._call("pause", policy=policy)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def probe(self, requests: Sequence[Request]) -> list[Completion]:
+        assert all(request.id < 0 for request in requests), "probes have negative ids"
+        self.submit(requests)
+        missing = sum(request.samples for request in requests)
+        found: list[Completion] = []
+        end = time.monotonic() + self._timeout
+        while len(found) < missing:
+            try:
+                found += self._probes.get(timeout=1.0)
+            except queue.Empty:
+                self._check()
+                if time.monotonic() > end:
+                    raise self._error(f"The engine answered {len(found)} of {missing} probes in {self._timeout:g} s") from None
+        return found
+
+    def begin_refit(self, manifest: Manifest) -> None:
+        self._call("begin_refit", manifest=manifest.to_json())
+
+    def write(self, bucket: Bucket) -> None:
+        with self._refit_lock:  # the shared memory holds one bucket at a time
+            self._call("write", bucket=self._channel.pack(bucket))
+
+    def finish_refit(self) -> RefitResult:
+        result = RefitResult(**self._call("finish_refit"))
+        self._version = result.version
+        return result
+
+    def abort_refit(self) -> None:
+        self._call("abort_refit")
+
+    def close(self) -> None:
+        """End the child: ask, wait two seconds, kill."""
+        if self._process.poll() is None:
+            try:
+                self._send({"id": -1, "method": "close"})
+                self._process.wait(2.0)
+            except (OSError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+        self._channel.close()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def _call(self, method: str, **parameters: Any) -> Any:
+        self._check()
+        number = next(self._calls)
+        answer: Future[Any] = Future()
+        self._answers[number] = answer
+        try:
+            self._send({"id": number, "method": method, "parameters": parameters})
+            return answer.result(self._timeout)
+        except FutureTimeout:
+            raise self._error(f"The engine did not answer '{method}' within {self._timeout:g} s") from None
+        except OSError:
+            raise self._error("The engine's process is gone") from None
+        finally:
+            self._answers.pop(number, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        with self._send_lock:
+            self._connection.send_bytes(data)
+
+    def _read(self) -> None:
+        """Hand answers to their callers and completions to their queues, until the child is gone."""
+        try:
+            while True:
+                message = json.loads(self._connection.recv_bytes())
+                if "completions" in message:
+                    self.busy_seconds = message["busy_seconds"]
+                    done = [Completion(**fields) for fields in message["completions"]]
+                    for target, chosen in (
+                        (self._completions, [c for c in done if c.request_id >= 0]),
+                        (self._probes, [c for c in done if c.request_id < 0]),
+                    ):
+                        if chosen:
+                            target.put(chosen)
+                elif "failed" in message:
+                    self._failure = message["failed"]
+                else:
+                    self._answer(message)
+        except (EOFError, OSError):
+            status = self._process.wait()
+            self._failure = self._failure or f"its process ended with status {status}"
+            for future in list(self._answers.values()):
+                if not future.done():
+                    future.set_exception(self._error("The engine died"))
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        future = self._answers.get(message["id"])
+        if future is None:
+            return  # its caller gave up
+        if "error" in message:
+            kind = _ERRORS.get(message["error"], EngineError)
+            future.set_exception(kind(message["text"]))
+        else:
+            future.set_result(message["result"])
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._error("The engine died")
+
+    def _error(self, text: str) -> EngineError:
+        tail = ""
+        if self._log.exists():
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+        reason = f" ({self._failure})" if self._failure else ""
+        return EngineError(f"{text}{reason}. Its log {self._log} ends with:\n{tail or '(nothing)'}")
+
+
+class _Child:
+    """The other side: serves calls between decode steps."""
+
+    def __init__(self, connection: Connection) -> None:
+        from trtl_rl.engines.torch_engine.engine import TorchEngine
+
+        self._connection = connection
+        self._engine: TorchEngine | None = None
+        self._waiting_pause: list[int] = []
+        self._busy = 0.0
+
+    def serve(self) -> None:
+        while True:
+            working = self._engine is not None and self._engine.has_work()
+            while self._connection.poll(0 if working else None):
+                message = json.loads(self._connection.recv_bytes())
+                if message["method"] == "close":
+                    return
+                self._handle(message)
+                working = self._engine is not None and self._engine.has_work()
+            self._step()
+
+    def _step(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        start = time.perf_counter()
+        engine.step()
+        self._busy += time.perf_counter() - start
+        done = engine.take_done()
+        if done:
+            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": self._busy})
+        if self._waiting_pause and engine.unfinished == 0:
+            engine.pause("continue")
+            for number in self._waiting_pause:
+                self._send({"id": number, "result": None})
+            self._waiting_pause = []
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        number, method, parameters = message["id"], message["method"], message["parameters"]
+        try:
+            if method == "pause" and parameters["policy"] == "finish" and self._running().unfinished:
+                self._running().drain()  # answered when the last completion has ended
+                self._waiting_pause.append(number)
+                return
+            result = getattr(self, f"_do_{method}")(**parameters)
+        except (UserError, EngineError) as error:
+            self._send({"id": number, "error": type(error).__name__, "text": str(error)})
+            return
+        self._send({"id": number, "result": result})
+        done = self._engine.take_done() if self._engine else []
+        if done:
+            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": self._busy})
+
+    def _do_configure(
+        self, description: dict[str, Any], kernels: str, compiled: bool, slots: int, context: int, stop_ids: list[int]
+    ) -> None:
+        from trtl_rl.engines.torch_engine.engine import TorchEngine
+        from trtl_rl.kernels.kernel_set import KernelSet
+        from trtl_rl.model.description import DecoderDescription
+
+        own = KernelSet(compiled, build=False)
+        if own.identity != kernels:
+            raise EngineError(
+                f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "
+                "Python environments differ in torch, compiler or trtl-rl."
+            )
+        self._engine = TorchEngine(
+            DecoderDescription.from_json(description), own, slots=slots, context=context, stop_ids=stop_ids
+        )
+
+    def _do_coverage(self) -> Any:
+        return self._running().coverage().to_json()
+
+    def _do_submit(self, requests: list[dict[str, Any]]) -> None:
+        from trtl_rl.rollout import Sampling
+
+        self._running().submit(
+            [
+                Request(**{**fields, "sampling": Sampling(**fields["sampling"]), "seed": tuple(fields["seed"])})
+                for fields in requests
+            ]
+        )
+
+    def _do_cancel(self, ids: list[int]) -> None:
+        self._running().cancel(ids)
+
+    def _do_pause(self, policy: InFlight) -> None:
+        self._running().pause(policy)
+
+    def _do_resume(self) -> None:
+        self._running().resume()
+
+    def _do_begin_refit(self, manifest: dict[str, Any]) -> None:
+        self._running().begin_refit(Manifest.from_json(manifest))
+
+    def _do_write(self, bucket: dict[str, Any]) -> None:
+        from trtl_rl.refit.channel import unpack
+
+        self._running().write(unpack(bucket))
+
+    def _do_finish_refit(self) -> dict[str, Any]:
+        return asdict(self._running().finish_refit())
+
+    def _do_abort_refit(self) -> None:
+        self._running().abort_refit()
+
+    def _running(self) -> Any:
+        if self._engine is None:
+            raise EngineError("The engine was not configured yet.")
+        return self._engine
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+
+def main() -> None:
+    import traceback
+
+    import torch
+
+    torch.set_num_threads(int(sys.argv[2]))
+    connection = Connection(int(sys.argv[1]))
+    try:
+        _Child(connection).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the trainer is gone
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        raise
+
+
+if __name__ == "__main__":
+    main()

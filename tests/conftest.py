@@ -1,0 +1,15 @@
+"""Settings of every test, made before torch is imported; processes that tests start inherit them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+assert "torch" not in sys.modules, "torch reads the number of threads when it is imported, which is too late to set it"
+
+# One thread: tests start engine processes, which would otherwise fight with the learner over the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests need no network, and a test that reaches for the hub fails at once, not after retries.
+os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,0 +1,317 @@
+"""``Run``: builds the parts of one training run in the order that fails early and waits least, and takes them down."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from trtl_rl.buffer import GroupBuffer
+from trtl_rl.engines.host import HostedEngine
+from trtl_rl.errors import UserError
+from trtl_rl.flops.formulas import ModelShape
+from trtl_rl.flops.ledger import Ledger
+from trtl_rl.losses.loss import make_loss
+from trtl_rl.metrics import MetricsWriter
+from trtl_rl.refit.sender import send
+from trtl_rl.rewards.runner import RewardRunner
+from trtl_rl.rollout import Sampling
+from trtl_rl.tasks.task import Task
+from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer.evaluate import Evaluator
+from trtl_rl.trainer.loop import Loop, RunState
+from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
+from trtl_rl.trainer.trainer import Trainer, TrainResult, versions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trtl_rl.model.bind import TrainableDecoder
+
+_MAX_SLOTS = 256
+
+
+class Run:
+    """One training run. As a context manager it always ends the engine's process."""
+
+    def __init__(self, trainer: Trainer, metrics: MetricsWriter, started: float) -> None:
+        self.trainer, self.config, self.metrics, self.started = trainer, trainer.config, metrics, started
+        self.state = RunState()
+        self._engine: HostedEngine | None = None
+        self._rewards = RewardRunner(trainer.rewards)
+        self._loop: Loop | None = None
+        self._stopped = False
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._rewards.close()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._loop is not None:
+            self._loop.stop = True
+
+    def train(self) -> TrainResult:
+        c, run_dir = self.config, self.trainer.run_dir
+        found = checkpoint.whole(run_dir / "checkpoints") if self.trainer.resume else []
+        if self.trainer.resume and not found:
+            raise UserError(f"{run_dir} has no whole checkpoint to resume from; start it again with another run_dir.")
+        saved = checkpoint.read_state(found[-1]) if found else {}
+
+        # The engine's process imports torch while this one imports the rest.
+        engine = self._engine = HostedEngine(
+            run_dir / "logs" / "engine.log", threads=c.engine.threads, timeout=c.engine.timeout
+        )
+        steps_of_start = _Progress(self.metrics, "starting", 5)
+        import torch
+
+        torch.set_num_threads(c.threads)
+        tokenizer = self._load_tokenizer()
+        task = self._make_task(tokenizer)
+        context = self._context(task)
+        steps_of_start.next()
+        model = self._load_model()
+        steps_of_start.next()
+        decoder = self._bind(model, context)
+        steps_of_start.next()
+
+        shape = ModelShape.from_hf_config(model.config)
+        parameters = sum(p.numel() for p in model.parameters())
+        ledger = Ledger(
+            parameters=parameters,
+            reward_system=", ".join(reward.name for reward in self.trainer.rewards),
+            evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
+        )
+        from trtl_rl.trainer.learner import Learner
+
+        loss = make_loss(c.loss)
+        learner = Learner(
+            decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps
+        )
+        if saved:
+            learner.accelerator.load_state(str(found[-1]))
+            ledger.load_state_dict(saved["ledger"])
+            self.state = RunState(**saved["run"])
+        first = self.state.step
+        decoder.refresh(first)
+        steps_of_start.next()
+        self._start_engine(engine, decoder, tokenizer, context)
+        steps_of_start.next()
+
+        buffer = GroupBuffer(c.batch.prompts, c.buffer.max_staleness, first)
+        decode = make_decode(tokenizer)
+        sampling = Sampling(c.sampling.temperature, c.sampling.max_new_tokens)
+        worker = RolloutWorker(
+            engine,
+            task,
+            self._rewards,
+            buffer,
+            ledger,
+            shape=shape,
+            decode=decode,
+            sampling=sampling,
+            group_size=c.batch.group_size,
+            seed=c.seed,
+            start=saved.get("next_index", 0),
+            again=saved.get("untrained", []),
+            needs_logprobs=loss.needs_behaviour_logprobs,
+        )
+        evaluator = Evaluator(
+            c.evaluation.scorer,
+            self.trainer.evaluation_scorer(),
+            task.held_out_prompts(c.evaluation.prompts),
+            engine,
+            ledger,
+            shape=shape,
+            decode=decode,
+            sampling=sampling,
+            seed=c.seed,
+        )
+        last: dict[str, float] = {}
+
+        def evaluate(step: int) -> None:
+            if not c.evaluation.prompts:
+                return
+            self.metrics.progress("evaluation", 0, 1)
+            last.update(evaluator.run())
+            self.metrics.progress("evaluation", 1, 1)
+            self.metrics.write("evaluation", step=step, metrics=last)
+
+        def save(state: RunState) -> None:
+            self.metrics.progress("checkpoint", 0, 1)
+            values = {
+                "step": state.step,
+                "run": vars(state),
+                "ledger": ledger.state_dict(),
+                "next_index": worker.next_index,
+                "untrained": [group.index for group in buffer.untrained()],
+            }
+            checkpoint.save(
+                run_dir / "checkpoints", learner.accelerator, values, self.trainer.recipe.text, c.checkpoint.keep
+            )
+            ledger.write(run_dir / "ledger.json")
+            self.metrics.progress("checkpoint", 1, 1)
+
+        self._describe(decoder, parameters, first)
+        if not saved:
+            evaluate(0)
+        loop = self._loop = Loop(
+            c,
+            engine=engine,
+            learner=learner,
+            worker=worker,
+            buffer=buffer,
+            ledger=ledger,
+            metrics=self.metrics,
+            state=self.state,
+            save=save,
+            evaluate=evaluate,
+        )
+        loop.stop = self._stopped
+        loop.parity.prompts = [task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)]
+        reason = loop.run()
+        save(self.state)
+        worker.stop()
+        if reason != "interrupted":
+            evaluate(self.state.step)
+        ledger.write(run_dir / "ledger.json")
+        status = "interrupted" if reason == "interrupted" else "done"
+        return TrainResult(status, reason, self.state.step, run_dir, last)
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.trainer.source.path)
+        return tokenizer
+
+    def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
+        c = self.config
+        limit = min(c.engine.max_context or self.trainer.source.context, self.trainer.source.context)
+        room = limit - c.sampling.max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"sampling.max_new_tokens={c.sampling.max_new_tokens} leaves no room for a prompt: the context has {limit} tokens."
+            )
+        return Task(self.trainer.rows, c, tokenizer, room)
+
+    def _context(self, task: Task) -> int:
+        """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
+        c = self.config
+        if c.engine.max_context is not None:
+            return c.engine.max_context
+        if task.longest is None:
+            return self.trainer.source.context
+        return task.longest + c.sampling.max_new_tokens
+
+    def _load_model(self) -> PreTrainedModel:
+        import torch
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.disable_progress_bar()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.trainer.source.path, dtype=torch.float32)
+        self.trainer.recipe.apply(model)
+        return model
+
+    def _bind(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
+        from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
+        from trtl_rl.model.bind import TrainableDecoder
+
+        c = self.config
+        compiler = find_compiler()
+        if c.compile and compiler is None:
+            raise UserError("compile=true needs a C++ compiler (g++ or clang++, or the CXX variable), and none was found.")
+        compiled = compiler is not None if c.compile is None else c.compile
+        if not compiled and c.compile is None:
+            self.metrics.message(
+                "warning", "No C++ compiler was found: operators run eagerly on both sides, exact but several times slower."
+            )
+        self._kernels = KernelSet(
+            compiled, backward=True, progress=lambda text, done, total: self.metrics.progress(text, done, total, "units")
+        )
+        decoder = TrainableDecoder(model, self._kernels, context)
+        if self._kernels.compile_seconds:
+            self.metrics.message(
+                "info",
+                f"Compiled the operators in {self._kernels.compile_seconds:.0f} s; they are kept for the next run.",
+            )
+        return decoder
+
+    def _start_engine(
+        self, engine: HostedEngine, decoder: TrainableDecoder, tokenizer: PreTrainedTokenizerBase, context: int
+    ) -> None:
+        """Configure the engine, give it the first version, and compare what both sides run."""
+        c = self.config
+        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
+        engine.configure(
+            decoder.description.to_json(),
+            self._kernels.identity,
+            self._kernels.compiled,
+            slots=c.engine.slots or min(_MAX_SLOTS, in_flight),
+            context=context,
+            stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
+        )
+        send(
+            engine,
+            decoder.snapshot,
+            version=decoder.weights.version,
+            coverage=decoder.description.coverage.digest,
+            bucket_bytes=c.refit.bucket_bytes,
+        )
+        for one, other in (
+            (decoder.description.coverage, decoder.weights.coverage()),
+            (decoder.description.coverage, engine.coverage()),
+        ):
+            differences = one.difference(other)
+            if differences:
+                raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
+
+    def _describe(self, decoder: TrainableDecoder, parameters: int, first: int) -> None:
+        c = self.config
+        self.metrics.write(
+            "start",
+            model=c.model,
+            parameters=parameters,
+            steps=c.steps,
+            task=c.task.preset or c.data,
+            loss=c.loss.name,
+            recipe=f"{self.trainer.recipe.name} {self.trainer.recipe.digest[:12]}",
+            coverage=decoder.description.coverage.summary(),
+            kernels=self._kernels.description,
+            compile_seconds=round(self._kernels.compile_seconds, 1),
+            start_seconds=round(time.monotonic() - self.started, 1),
+            run_dir=str(self.trainer.run_dir),
+            versions=versions(),
+            resumed_from=first or None,
+        )
+
+
+class _Progress:
+    """The phases before the first step."""
+
+    def __init__(self, metrics: MetricsWriter, name: str, total: int) -> None:
+        self.metrics, self.name, self.total, self.done = metrics, name, total, 0
+        metrics.progress(name, 0, total)
+
+    def next(self) -> None:
+        self.done += 1
+        self.metrics.progress(self.name, self.done, self.total)
+
+
+def stop_ids(path: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends an answer: all of generation_config.json, of config.json, and the tokenizer's."""
+    found: set[int] = set()
+    file = path / "generation_config.json"
+    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    for value in (listed, getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id):
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(value)
+    if not found:
+        raise UserError(f"{path} names no end-of-sequence token: add eos_token_id to its generation_config.json.")
+    return sorted(found)

@@ -1,0 +1,173 @@
+"""One update: logprobs of the answers through the engine's operators, the objective, AdamW on the FP32 masters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from trtl_rl.config import OptimizerConfig
+from trtl_rl.flops import formulas
+from trtl_rl.losses.loss import Loss, LossInputs, advantages, finish_metrics
+from trtl_rl.metrics import Accumulator
+from trtl_rl.model.bind import TrainableDecoder
+from trtl_rl.rollout import Completion, Group
+
+if TYPE_CHECKING:
+    from trtl_rl.flops.formulas import ModelShape
+
+
+@dataclass
+class Update:
+    """What one update did.
+
+    Attributes:
+        stepped: False when no group carried signal or the gradient was not finite: the weights did not move.
+        flops: Of forward and backward passes that ran.
+        tokens: Trained tokens, prompts included.
+    """
+
+    metrics: dict[str, float]
+    stepped: bool
+    flops: int
+    tokens: int
+
+
+class Learner:
+    """Owns the optimizer and schedule. Accelerate places, accumulates, clips and saves; precision is the recipe's alone.
+
+    Args:
+        decoder: The bound model; its masters are trained.
+        temperature: Of the rollouts: logprobs are of ``logits / temperature``.
+        steps: Length of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        decoder: TrainableDecoder,
+        loss: Loss,
+        config: OptimizerConfig,
+        *,
+        shape: ModelShape,
+        temperature: float,
+        steps: int,
+    ) -> None:
+        # No mixed precision: autocast would round after the quantiser.
+        self.accelerator = Accelerator(mixed_precision="no", cpu=True)
+        self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
+        self.temperature = temperature
+        parameters = [p for p in decoder.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, steps))
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(decoder.model, optimizer, schedule)
+
+    def update(self, groups: Sequence[Group], version: int) -> Update:
+        """Train on whole groups at weight ``version``, one optimizer step.
+
+        Groups whose rewards are all equal have zero gradient and are not computed; they count in the mean over groups.
+        """
+        metrics = Accumulator()
+        useful = [group for group in groups if group.has_signal()]
+        metrics.add("frac_reward_zero_std", len(groups) - len(useful), count=len(groups))
+        flops = tokens = 0
+        for part in micro_batches(useful, self.config.micro_batch_tokens):
+            loss, part_tokens = self._loss(part, len(groups), metrics)
+            self.accelerator.backward(loss)
+            tokens += part_tokens
+            flops += sum(
+                formulas.learning(self.shape, len(group.prompt.ids), len(completion.ids))
+                for group in part
+                for completion, _ in group.scored()
+            )
+        stepped = self._step(metrics) if useful else False
+        self.schedule.step()
+        for group in groups:
+            for completion, _ in group.scored():
+                metrics.add("off_policy/mean", version - completion.version_first)
+                metrics.add("off_policy/max", version - completion.version_first, how="max")
+        return Update(finish_metrics(metrics.reduce()), stepped, flops, tokens)
+
+    @torch.no_grad()
+    def logprobs(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Tensor:
+        """Logprobs [tokens] float32 of completions under the loaded version, one after another."""
+        sequences = [[*prompt, *completion.ids] for prompt, completion in zip(prompts, completions, strict=True)]
+        lengths = [len(completion.ids) for completion in completions]
+        return self.decoder.forward(sequences, lengths, self.temperature)[0]
+
+    def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> tuple[Tensor, int]:
+        rows = [(i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()]
+        sequences = [[*group.prompt.ids, *completion.ids] for _, group, completion, _ in rows]
+        lengths = [len(completion.ids) for _, _, completion, _ in rows]
+        logprobs, entropy = self.model(sequences, lengths, self.temperature)
+        owners = torch.tensor([i for i, *_ in rows])
+        behaviour = None
+        if self.loss.needs_behaviour_logprobs:
+            behaviour = torch.tensor([value for _, _, completion, _ in rows for value in completion.logprobs or []])
+        inputs = LossInputs(
+            logprobs=logprobs,
+            lengths=torch.tensor(lengths),
+            groups=owners,
+            advantages=advantages(torch.tensor([reward for *_, reward in rows]), owners),
+            groups_in_batch=groups_in_batch,
+            behaviour_logprobs=behaviour,
+        )
+        out = self.loss(inputs)
+        metrics.merge(out.metrics)
+        metrics.add("loss", float(out.loss.detach()), how="sum")
+        metrics.add("entropy", float(entropy.sum()), count=entropy.numel())
+        return out.loss, sum(map(len, sequences))
+
+    def _step(self, metrics: Accumulator) -> bool:
+        """Clip and step; a gradient that is not finite is reported and never reaches the weights."""
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        metrics.add("grad_norm", norm, how="last")
+        metrics.add("learning_rate", self.optimizer.param_groups[0]["lr"], how="last")
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return finite
+
+
+def micro_batches(groups: Sequence[Group], limit: int) -> Iterator[list[Group]]:
+    """Join groups while prompt and answer tokens stay within ``limit``; a group is never cut, its balance would break."""
+    part: list[Group] = []
+    filled = 0
+    for group in groups:
+        size = sum(len(group.prompt.ids) + len(completion.ids) for completion, _ in group.scored())
+        if part and filled + size > limit:
+            yield part
+            part, filled = [], 0
+        part.append(group)
+        filled += size
+    if part:
+        yield part
+
+
+def learning_rate_factor(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Factor on the learning rate at ``step`` (0 is the first): linear warm-up, then the schedule down to 0 at ``steps``."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    if config.schedule == "wsd":
+        return min(1.0, (1.0 - progress) / config.decay_fraction)
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def parameter_count(model: Any) -> int:
+    """Parameters of a model, shared ones once."""
+    return sum(p.numel() for p in model.parameters())

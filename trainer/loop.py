@@ -1,0 +1,261 @@
+"""The loop of a run: rollout → buffer → update → refit.
+
+::
+
+     rollout thread                    buffer                      main thread (this file)
+    ┌─────────────────────┐   start   ┌────────┐      take       ┌──────────────────────────┐
+    │ prompts → engine    │──────────▶│ admits │────────────────▶│ update: forward, backward│
+    │ completions→rewards │──────────▶│ paces  │                 │ refresh: quantise        │
+    └─────────▲───────────┘ complete  └───▲────┘                 │ refit: codes → engine    │
+              │ completions               │ advance              │ probe: parity            │
+    ┌─────────┴───────────┐               └──────────────────────│ metrics, checkpoint      │
+    │ engine (own process)│◀─────────── refit ───────────────────└──────────────────────────┘
+    └─────────────────────┘
+
+=================  =============================================================================================
+who                waits for
+=================  =============================================================================================
+engine             requests; while a refit is open, its end
+rollout thread     room in the buffer (``max_staleness``); completions; reward functions
+learner            a batch: B complete groups, and first of all those that would be too stale for the next one
+refit              the engine's current decode step; with ``buffer.in_flight=finish`` its unfinished completions
+probe              the engine's answer, every ``parity.every`` updates
+=================  =============================================================================================
+
+Nobody else waits: rewards are scored while the engine generates, the engine generates while the learner updates.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trtl_rl.buffer import GroupBuffer
+from trtl_rl.config import RunConfig
+from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.flops.ledger import Budget, Ledger
+from trtl_rl.metrics import Accumulator, MetricsWriter
+from trtl_rl.refit.sender import send
+from trtl_rl.rollout import Group
+from trtl_rl.trainer.learner import Learner
+from trtl_rl.trainer.parity import ParityCheck
+from trtl_rl.trainer.rollouts import RolloutWorker
+
+STALL_FACTOR = 30.0  # a batch that takes so many times the median step is named
+NO_SIGNAL_LIMIT = 20  # so many steps in a row without any signal end the run
+
+
+@dataclass
+class RunState:
+    """What a checkpoint keeps beside weights and optimizer.
+
+    Attributes:
+        step: Updates done; also the weight version.
+        tokens: Tokens generated.
+        seconds: Wall time of the loop.
+        no_signal: Steps in a row whose groups all had equal rewards.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    no_signal: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+
+
+class Loop:
+    """Runs updates until steps or budget are used up, or ``stop`` is set.
+
+    Args:
+        save: Called with the state when a checkpoint is due.
+        evaluate: Called with the step when an evaluation is due.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        engine: RolloutEngine,
+        learner: Learner,
+        worker: RolloutWorker,
+        buffer: GroupBuffer,
+        ledger: Ledger,
+        metrics: MetricsWriter,
+        state: RunState,
+        save: Callable[[RunState], None],
+        evaluate: Callable[[int], None],
+    ) -> None:
+        self.config, self.engine, self.learner, self.worker = config, engine, learner, worker
+        self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
+        self.save, self.evaluate = save, evaluate
+        self.budget = Budget(config.budget, config.steps)
+        self.parity = ParityCheck(config, engine, learner)
+        self.stop = False
+
+    def run(self) -> str:
+        """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``."""
+        reason = self._ended()
+        self.worker.start()
+        while reason is None:
+            groups = self._next_batch()
+            if groups is None:
+                break  # stopped while waiting
+            self._step(groups)
+            reason = self._ended()
+            every = self.config.checkpoint.every
+            if every and self.state.step % every == 0 and reason is None:
+                self.save(self.state)
+            every = self.config.evaluation.every
+            if every and self.state.step % every == 0 and reason is None:
+                self.evaluate(self.state.step)
+        return reason or "interrupted"
+
+    def _ended(self) -> str | None:
+        if self.stop:
+            return "interrupted"
+        if self.state.no_signal >= NO_SIGNAL_LIMIT:
+            return "no signal"
+        s = self.state
+        return self.budget.reached(self.ledger, s.tokens, s.seconds, s.step)
+
+    def _next_batch(self) -> list[Group] | None:
+        """Wait for a batch; name what is missing when that takes very long."""
+        self._waited_from = time.perf_counter()
+        recent = self.state.step_seconds[-50:]
+        limit = max(60.0, STALL_FACTOR * statistics.median(recent)) if recent else self.config.engine.timeout
+        warned = False
+        while not self.stop:
+            groups = self.buffer.take(timeout=0.25)
+            if groups is not None:
+                return groups
+            waited = time.perf_counter() - self._waited_from
+            if waited > limit and not warned:
+                counts = self.buffer.counts()
+                self.metrics.message(
+                    "warning",
+                    f"No batch for {waited:.0f} s: {counts['ready']} groups ready, {counts['in_flight']} in flight, "
+                    f"{self.config.batch.prompts} needed. The engine or a reward function is slow or hung; see logs/.",
+                )
+                warned = True
+        return None
+
+    def _step(self, groups: list[Group]) -> None:
+        s, start = self.state, self._waited_from
+        version = s.step
+        out = Accumulator()
+        taken = time.perf_counter()
+        update = self.learner.update(groups, version)
+        learned = time.perf_counter()
+        self.ledger.add("learning", update.flops, learned - taken)
+        self._refit(version + 1, out)
+        s.step = version + 1
+        refitted = time.perf_counter()
+        self.buffer.advance(version + 1)
+        out.update(self.parity.after_refit(s.step, self.metrics))
+        end = time.perf_counter()
+        self._describe(groups, out)
+        self._watch_signal(groups, update.stepped)
+        s.seconds += end - start
+        s.step_seconds = [*s.step_seconds[-199:], end - start]
+        out.update(update.metrics)
+        out.update(self.ledger.step_metrics())
+        counters = self.worker.counters
+        with counters.lock:
+            tokens, rewarded = counters.tokens, counters.reward_seconds
+            counters.tokens, counters.reward_seconds = 0, 0.0
+        s.tokens += tokens
+        out.update({
+            "num_tokens": s.tokens,
+            "perf/tokens_per_second": tokens / (end - start),
+            "timing_s/step": end - start,
+            "timing_s/rollout_wait": taken - start,
+            "timing_s/learn": learned - taken,
+            "timing_s/refit": refitted - learned,
+            "timing_s/rewards": rewarded,
+            "timing_s/parity": end - refitted,
+        })
+        out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
+        if any(vars(self.config.budget).values()):
+            out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
+        self.metrics.step(s.step, out.reduce())
+
+    def _refit(self, version: int, out: Accumulator) -> None:
+        decoder = self.learner.decoder
+        start = time.perf_counter()
+        previous = decoder.snapshot
+        tensors = decoder.refresh(version)
+        quantised = time.perf_counter()
+        finish = self.config.buffer.in_flight == "finish"
+        if finish:
+            self.engine.pause("finish")
+        report = send(
+            self.engine,
+            tensors,
+            version=version,
+            coverage=decoder.description.coverage.digest,
+            bucket_bytes=self.config.refit.bucket_bytes,
+            previous=previous,
+        )
+        if finish:
+            self.engine.resume()
+        out.update({
+            "refit/bytes": report.bytes,
+            "refit/changed_frac": report.changed_frac,
+            "timing_s/refit/quantise": quantised - start,
+            "timing_s/refit/move": report.move,
+            "timing_s/refit/decode": report.decode,
+            "timing_s/refit/finish": report.finish,
+        })
+
+    def _describe(self, groups: list[Group], out: Accumulator) -> None:
+        """Metrics of the batch as it was trained, and one sample for people."""
+        for group in groups:
+            scored = group.scored()
+            mean = sum(reward for _, reward in scored) / len(scored)
+            spread = (sum((reward - mean) ** 2 for _, reward in scored) / len(scored)) ** 0.5
+            out.add("reward", sum(reward for _, reward in scored), count=len(scored))
+            out.add("reward_std", spread)
+            for name, values in group.components.items():
+                known = [value for value in values if value is not None]
+                out.add(f"rewards/{name}/mean", sum(known), count=len(known))
+            for completion, _ in scored:
+                out.add("completions/mean_length", len(completion.ids))
+                out.add("completions/clipped_ratio", completion.finish_reason == "length")
+            if not group.has_signal():
+                self.ledger.waste("zero_signal", self.worker.search_flops(group))
+        group = groups[self.state.step % len(groups)]
+        at = self.state.step % len(group.completions)
+        self.metrics.write(
+            "sample",
+            step=self.state.step,
+            prompt=group.prompt.text,
+            completion=group.texts[at],
+            reward=group.rewards[at],
+            finish_reason=group.completions[at].finish_reason,
+            version=group.completions[at].version_first,
+        )
+
+    def _watch_signal(self, groups: list[Group], stepped: bool) -> None:
+        """Say it when nothing can be learned, and when most answers are cut off."""
+        s = self.state
+        signal = any(group.has_signal() for group in groups)
+        s.no_signal = 0 if signal else s.no_signal + 1
+        if s.no_signal == 3:
+            self.metrics.message(
+                "warning",
+                "Three steps in a row without signal: in every group all rewards are equal, so the loss is 0 and nothing is "
+                "learned. Are the prompts too hard or too easy, or is sampling.max_new_tokens too small?",
+            )
+        if signal and not stepped:
+            self.metrics.message("warning", f"Step {s.step}: the gradient is not finite; the optimizer step was left out.")
+        completions = [completion for group in groups for completion, _ in group.scored()]
+        cut = sum(completion.finish_reason == "length" for completion in completions) / len(completions)
+        if s.step == 1 and cut > 0.5:
+            limit = self.config.sampling.max_new_tokens
+            self.metrics.message(
+                "warning",
+                f"{cut:.0%} of the answers were cut off at sampling.max_new_tokens={limit}, and a cut answer can rarely be "
+                f"right. Try sampling.max_new_tokens={2 * limit}.",
+            )

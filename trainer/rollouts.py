@@ -1,0 +1,168 @@
+"""The rollout thread: prompts → engine → completions → rewards → groups in the buffer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trtl_rl.buffer import GroupBuffer
+from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.flops import formulas
+from trtl_rl.flops.formulas import ModelShape
+from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.runner import RewardRunner
+from trtl_rl.rollout import Completion, Group, Request, Sampling
+from trtl_rl.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Counters:
+    """What the thread has done so far, read by the loop for its metrics."""
+
+    tokens: int = 0
+    completions: int = 0
+    reward_seconds: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RolloutWorker:
+    """Keeps the engine busy as far as the buffer admits.
+
+    Args:
+        start: Index of the first prompt in the task's order; a resumed run goes on where it stopped.
+        again: Indices that an interrupted run had started but not trained on: they come first.
+        needs_logprobs: Whether the objective wants behaviour logprobs.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        task: Task,
+        rewards: RewardRunner,
+        buffer: GroupBuffer,
+        ledger: Ledger,
+        *,
+        shape: ModelShape,
+        decode: Callable[[list[int]], str],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+        start: int = 0,
+        again: Iterable[int] = (),
+        needs_logprobs: bool = False,
+    ) -> None:
+        self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
+        self.shape, self.decode, self.sampling = shape, decode, sampling
+        self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
+        self.counters = Counters()
+        self.next_index = start
+        self._again = deque(again)
+        self._order = task.order(seed)
+        self._open: dict[int, Group] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; unfinished requests are cancelled."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._submit()
+                if self._open:
+                    self._collect(self.engine.poll(0.05))
+                else:
+                    self.buffer.wait_for_room(0.05)
+            if self._open:
+                self.engine.cancel(list(self._open))
+        except BaseException as error:
+            self.buffer.fail(error)
+
+    def _submit(self) -> None:
+        requests = []
+        for _ in range(self.buffer.room()):
+            index = self._again.popleft() if self._again else self.next_index
+            self.next_index = max(self.next_index, index + 1)
+            id, occurrence = self._order.at(index)
+            group = Group(index, -1, self.task.prompt(id, occurrence))
+            self.buffer.start(group)
+            self._open[index] = group
+            seed = (self.seed, id, occurrence)
+            requests.append(
+                Request(index, group.prompt.ids, self.group_size, self.sampling, seed, logprobs=self.needs_logprobs)
+            )
+        if requests:
+            self.engine.submit(requests)
+
+    def _collect(self, completions: list[Completion]) -> None:
+        finished = []
+        for completion in completions:
+            group = self._open[completion.request_id]
+            group.completions.append(completion)
+            if len(group.completions) == self.group_size:
+                del self._open[group.index]
+                group.completions.sort(key=lambda item: item.sample)
+                finished.append(group)
+        if finished:
+            self._score(finished)
+
+    def _score(self, groups: list[Group]) -> None:
+        """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
+        for group in groups:
+            self._charge(group)
+            group.texts = [self.decode(completion.ids) for completion in group.completions]
+        start = time.perf_counter()
+        scored = self.rewards.score(
+            [group.prompt for group in groups for _ in group.completions],
+            [text for group in groups for text in group.texts],
+            [completion.ids for group in groups for completion in group.completions],
+        )
+        seconds = time.perf_counter() - start
+        self.ledger.add("feedback", 0, seconds)
+        with self.counters.lock:
+            self.counters.reward_seconds += seconds
+        at = 0
+        for group in groups:
+            n = len(group.completions)
+            group.rewards = scored.total[at : at + n]
+            group.components = {name: values[at : at + n] for name, values in scored.components.items()}
+            at += n
+            if len(group.scored()) < 2:
+                self.ledger.waste("failed", self.search_flops(group))
+                self.buffer.discard(group, "fewer than two scored samples")
+            else:
+                self.buffer.complete(group)
+
+    def _charge(self, group: Group) -> None:
+        self.ledger.add("search", self.search_flops(group))
+        with self.counters.lock:
+            self.counters.tokens += sum(len(completion.ids) for completion in group.completions)
+            self.counters.completions += len(group.completions)
+
+    def search_flops(self, group: Group) -> int:
+        """FLOPs of generating a group: its prompt once, then every token."""
+        n = len(group.prompt.ids)
+        return formulas.prefill(self.shape, n) + sum(
+            formulas.decode(self.shape, n, len(completion.ids)) for completion in group.completions
+        )
+
+
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Text of generated ids, for rewards and people; it is never tokenised again."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return decode

@@ -1,0 +1,241 @@
+"""``Trainer``: everything between a configuration and a trained model. ``trtl-rl run`` is a thin layer over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trtl_rl.config import RunConfig
+from trtl_rl.errors import EngineError, UserError
+from trtl_rl.metrics import MetricsWriter
+from trtl_rl.model.source import ModelSource, find_model
+from trtl_rl.recipe.recipe import Recipe
+from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards
+from trtl_rl.rollout import Sampling
+from trtl_rl.tasks.presets import apply_preset
+from trtl_rl.tasks.rows import Rows, check_rows, open_rows
+
+if TYPE_CHECKING:
+    from trtl_rl.trainer.assembly import Run
+
+TrainerConfig = RunConfig
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``done``, or ``interrupted`` (saved, can be resumed).
+        reason: The limit that was reached: ``steps``, ``budget.flops`` and so on.
+        evaluation: Metrics of the last evaluation, if there was one.
+    """
+
+    status: str
+    reason: str
+    step: int
+    run_dir: Path
+    evaluation: dict[str, float]
+
+
+class Trainer:
+    """Trains a model with verifiable rewards.
+
+    Bad input is refused here, before a model is loaded.
+
+    Args:
+        model: A directory, a hub name, or ``demo``; overrides ``args.model``.
+        reward_funcs: One function or several, in TRL's convention: keyword arguments ``prompts``, ``completions``,
+            ``completion_ids`` and every column of the data, each a list; they return one float or None per completion.
+        train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence); overrides ``args.data``.
+        args: Every other setting.
+        resume: Continue the run in ``args.run_dir`` from its newest checkpoint.
+
+    Raises:
+        UserError: with what is wrong and what to do.
+
+    Example::
+
+        from trtl_rl import Trainer, TrainerConfig
+
+        def correct(completions, answer, **columns):
+            return [float(c.strip() == a) for c, a in zip(completions, answer)]
+
+        Trainer(model="demo", reward_funcs=correct, train_dataset=rows, args=TrainerConfig(steps=50)).train()
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        args: RunConfig | None = None,
+        *,
+        resume: bool = False,
+    ) -> None:
+        config = args or RunConfig()
+        if model is not None:
+            config = config.model_copy(update={"model": model})
+        if train_dataset is not None:
+            config = config.model_copy(update={"data": "(given to Trainer)"})
+        self.config = apply_preset(config)
+        self.recipe = Recipe.load(self.config.recipe)
+        self.run_dir = _run_directory(self.config, resume)
+        self.source: ModelSource = find_model(self.config.model)
+        _check_architecture(self.source)
+        self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
+        check_rows(self.rows, self.config)
+        if reward_funcs is None:
+            self.rewards = load_rewards(self.config.rewards)
+        else:
+            functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+            self.rewards = [Reward(getattr(f, "__name__", type(f).__name__), f) for f in functions]
+        check_columns(self.rewards, self.rows.columns)
+        self._check_evaluation()
+        self.resume = resume
+        self._run: Run | None = None
+
+    def train(self) -> TrainResult:
+        """Run to the end of steps or budget, or until :meth:`stop`; everything is in ``run_dir`` afterwards.
+
+        Raises:
+            EngineError, RewardError, ParityError: the run has failed; what it produced stays in ``run_dir``.
+        """
+        from trtl_rl.trainer.assembly import Run
+
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(self._config_text())
+        metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
+        started = time.monotonic()
+        try:
+            with Run(self, metrics, started) as run:
+                self._run = run
+                result = run.train()
+            metrics.write("end", status=result.status, step=result.step, text=_closing_text(self, result))
+            return result
+        except BaseException as error:
+            text = "stopped at once; nothing was saved after the last checkpoint"
+            if not isinstance(error, KeyboardInterrupt):
+                text = f"{type(error).__name__}: {error}"
+            step = self._run.state.step if self._run is not None else 0
+            metrics.write("end", status="failed", step=step, text=text)
+            raise
+        finally:
+            self._run = None
+            metrics.close()
+
+    def stop(self) -> None:
+        """Finish the step under way, save and return from :meth:`train`; callable from a signal handler or a thread."""
+        if self._run is not None:
+            self._run.stop()
+
+    def evaluation_scorer(self) -> RewardRunner:
+        """The evaluation target as a runner of its own."""
+        from trtl_rl.config import RewardConfig
+
+        return RewardRunner(load_rewards([RewardConfig(name=self.config.evaluation.scorer)]))
+
+    def _check_evaluation(self) -> None:
+        c = self.config
+        if c.evaluation.prompts > c.task.held_out:
+            raise UserError(
+                f"evaluation.prompts={c.evaluation.prompts} needs as many held-out rows: set task.held_out (now {c.task.held_out})."
+            )
+        if c.task.held_out >= len(self.rows):
+            raise UserError(f"task.held_out={c.task.held_out} leaves nothing to train on: there are {len(self.rows)} rows.")
+        if c.evaluation.prompts:
+            from trtl_rl.config import RewardConfig
+
+            check_columns(load_rewards([RewardConfig(name=c.evaluation.scorer)]), self.rows.columns)
+        if c.evaluation.every and not c.evaluation.prompts:
+            raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
+
+    def _config_text(self) -> str:
+        """The resolved configuration as YAML."""
+        values = self.config.model_dump(mode="json")
+        values["run_dir"] = str(self.run_dir)
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    return Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
+
+
+def _run_directory(config: RunConfig, resume: bool) -> Path:
+    if config.run_dir is None:
+        name = Path(config.model).name or "model"
+        base = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+        path, n = base, 1
+        while path.exists():
+            n += 1
+            path = base.with_name(f"{base.name}-{n}")
+        return path
+    path = Path(config.run_dir).expanduser()
+    if not resume and path.exists() and any(path.iterdir()):
+        raise UserError(
+            f"The run directory {path} exists and is not empty. Choose another run_dir, or continue that run with: "
+            f"trtl-rl run --resume {path}"
+        )
+    return path
+
+
+def _check_architecture(source: ModelSource) -> None:
+    from types import SimpleNamespace
+
+    from trtl_rl.model.architectures import check_architecture
+
+    check_architecture(SimpleNamespace(**source.config))
+
+
+def _closing_text(trainer: Trainer, result: TrainResult) -> str:
+    """What a person does next."""
+    where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, logs/."
+    if result.status == "interrupted":
+        return f"Interrupted after step {result.step} and saved. {where}\nGo on with: trtl-rl run --resume {trainer.run_dir}"
+    if result.reason == "no signal":
+        return (
+            f"Ended after step {result.step}: for {result.step} steps no group had answers of different reward, so there was "
+            f"nothing to learn from. {where}"
+        )
+    if trainer.config.model != "demo":
+        return f"Reached {result.reason} after step {result.step}. {where}"
+    return (
+        f"Reached {result.reason} after step {result.step}. {where}\n"
+        "Your own model and data: trtl-rl run examples/gsm8k.yaml model=DIRECTORY data=FILE.jsonl, where these lines of the\n"
+        "file change: model, data, task.prompt_column, rewards, sampling.max_new_tokens, optimizer.lr.\n"
+        "On a GPU: this version runs rollouts and training on the CPU; the GPU path is not there yet (see the README)."
+    )
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration of a run. Raises UserError when there is none."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{run_dir} is no run directory: it has no config.yaml.")
+    values: dict[str, Any] = yaml.safe_load(file.read_text())
+    return values
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, for the start row and bug reports."""
+    import platform
+    from importlib.metadata import version
+
+    names = ("trtl-rl", "torch", "transformers", "nvidia-modelopt", "accelerate")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except Exception:
+            found[name] = "not installed"
+    return found
+
+
+__all__ = ["EngineError", "TrainResult", "Trainer", "TrainerConfig"]

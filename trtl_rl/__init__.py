@@ -1,0 +1,25 @@
+"""Reinforcement learning for language models: rollouts and training through one FP8 block-scale recipe.
+
+``Trainer`` and ``TrainerConfig`` are loaded at their first use, so that ``import trtl_rl`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtl_rl.trainer.trainer import Trainer, TrainerConfig
+
+__version__ = "0.1.0"
+__all__ = ["Trainer", "TrainerConfig", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Trainer", "TrainerConfig"):
+        return getattr(import_module("trtl_rl.trainer.trainer"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,118 @@
+"""The asynchronous buffer: it admits groups so that none is born too stale, and hands out batches of complete ones.
+
+With B groups in a batch and s = ``max_staleness``, at weight version v at most (v + s + 1)·B groups were ever started, net of
+discarded ones (the admission rule of AReaL). A batch first takes the groups that would be too stale for the next one, and
+waits for them if need be; so every group is trained on within s versions of its start, by construction, and the
+buffer paces the engine instead of throwing work away. With s = 0 each batch holds exactly the groups that were started
+at its version, in order: the synchronous mode.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+from trtl_rl.rollout import Group
+
+
+class GroupBuffer:
+    """Shared by the rollout thread (starts and completes groups) and the learner (takes batches).
+
+    Args:
+        batch: Groups of one update, B.
+        max_staleness: s, in weight versions.
+        version: Weight version to begin with.
+        trained: Groups trained on before, when a run is resumed.
+    """
+
+    def __init__(self, batch: int, max_staleness: int, version: int = 0) -> None:
+        self.batch = batch
+        self.max_staleness = max_staleness
+        self.discarded: Counter[str] = Counter()
+        self._version = version
+        self._budget = (max_staleness + 1) * batch  # groups that may be started now
+        self._in_flight: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def room(self) -> int:
+        """How many groups may be started now."""
+        with self._changed:
+            return self._budget
+
+    def wait_for_room(self, timeout: float) -> bool:
+        """Wait until a group may be started; False after ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._budget > 0, timeout)
+
+    def start(self, group: Group) -> None:
+        """Register a group that is being generated."""
+        with self._changed:
+            assert self._budget > 0, "start() needs room()"
+            self._budget -= 1
+            group.version = self._version
+            self._in_flight[group.index] = group
+
+    def complete(self, group: Group) -> None:
+        """A group is scored and may be trained on."""
+        with self._changed:
+            self._ready[group.index] = self._in_flight.pop(group.index)
+            self._changed.notify_all()
+
+    def discard(self, group: Group, reason: str) -> None:
+        """A group cannot be trained on; another may be started in its place."""
+        with self._changed:
+            del self._in_flight[group.index]
+            self.discarded[reason] += 1
+            self._budget += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The rollout side has failed: whoever waits for a batch raises this."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def take(self, timeout: float) -> list[Group] | None:
+        """A batch in order of start, or None after ``timeout`` seconds. Raises what :meth:`fail` was given."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                chosen = self._choose()
+                if chosen is not None:
+                    return [self._ready.pop(index) for index in chosen]
+                if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    return None
+
+    def advance(self, version: int) -> None:
+        """The engine is at ``version``: as many groups more may be started as a batch holds."""
+        with self._changed:
+            assert version == self._version + 1, "versions follow one another"
+            self._version = version
+            self._budget += self.batch
+            self._changed.notify_all()
+
+    def counts(self) -> dict[str, int]:
+        """Groups that are ready and that are being generated."""
+        with self._changed:
+            return {"ready": len(self._ready), "in_flight": len(self._in_flight)}
+
+    def untrained(self) -> list[Group]:
+        """Groups that were started and not yet handed out, in order: what a checkpoint must not forget."""
+        with self._changed:
+            both = {**self._in_flight, **self._ready}
+            return [both[index] for index in sorted(both)]
+
+    def _choose(self) -> list[int] | None:
+        """Indices of the next batch, or None while it must be waited for."""
+        if len(self._ready) < self.batch:
+            return None
+        due = self._version - self.max_staleness
+        if any(group.version <= due for group in self._in_flight.values()):
+            return None
+        order = sorted(self._ready, key=lambda index: (self._ready[index].version > due, index))
+        return sorted(order[: self.batch])

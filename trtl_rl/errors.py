@@ -1,0 +1,36 @@
+"""The errors that a user can act on. Everything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Wrong input. The message says what is wrong and what to do; the command line exits with 2."""
+
+
+class EngineError(RuntimeError):
+    """The rollout engine failed, died or did not answer in time. Carries the engine's own text."""
+
+
+class RefitError(EngineError):
+    """A refit was refused or left incomplete. The engine does not generate until a full refit succeeds."""
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or did not return one finite number or ``None`` for each completion."""
+
+
+class ParityError(RuntimeError):
+    """Trainer and engine disagree more than ``parity.stop`` allows."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string.
+
+    >>> nearest("losss", ["loss", "seed"])
+    " Did you mean 'loss'?"
+    """
+    match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean '{match[0]}'?" if match else ""

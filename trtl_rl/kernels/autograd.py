@@ -1,0 +1,197 @@
+"""Autograd around the units: forward calls the engine's artefacts, backward is the learner's own.
+
+Gradients reach the FP32 master parameters straight through rounding and quantisation (arXiv 2601.14243, section on the
+precision flow). Backward of attention recomputes it densely; backward need not have the forward's bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtl_rl.kernels.units import head_backward
+
+if TYPE_CHECKING:
+    from trtl_rl.model.kv import Rows
+    from trtl_rl.model.weights import DecoderWeights, LayerWeights, Operand
+
+
+def before_attention(x: Tensor, layer: LayerWeights, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """q [M, heads, D], k and v [M, kv_heads, D] of x [M, hidden], M a multiple of 128."""
+    return cast("tuple[Tensor, Tensor, Tensor]", _Before.apply(x, layer, rows, *layer.before_parameters))  # type: ignore[no-untyped-call]
+
+
+def after_attention(x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+    """The layer's output [M, hidden] of its input and attention's output [M, heads * D]."""
+    return cast("Tensor", _After.apply(x, attended, layer, *layer.after_parameters))  # type: ignore[no-untyped-call]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, sequences: int) -> Tensor:
+    """Attention [M, heads * D] of packed training sequences, through the engine's unit."""
+    return cast("Tensor", _Attention.apply(q, k, v, layer, rows, sequences))  # type: ignore[no-untyped-call]
+
+
+def embedding(ids: Tensor, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
+    """Rows [M, hidden] of the rounded embedding; the gradient goes straight to the FP32 ``parameter``."""
+    return cast("Tensor", _Embedding.apply(ids, weights, parameter, padding))  # type: ignore[no-untyped-call]
+
+
+def head_logprob(
+    x: Tensor, weights: DecoderWeights, ids: Tensor, temperature: Tensor, norm: Tensor, head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy [M] of token ``ids`` [M] after hidden states x [M, hidden], M a multiple of 32.
+
+    Logits are never kept for more than one chunk of rows: backward computes them again.
+
+    Args:
+        norm, head: The FP32 master parameters of the final norm [hidden] and the head [V, hidden].
+    """
+    out = _HeadLogprob.apply(x, weights, ids, temperature, norm, head)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, Tensor]", out)
+
+
+class _Before(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: LayerWeights, rows: Rows, *parameters: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *saved = layer.units.before([x, *layer.before_weights(), rows.cos, rows.sin])
+        ctx.layer, ctx.rows = layer, rows
+        ctx.save_for_backward(x, *saved)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        layer, rows = ctx.layer, ctx.rows
+        x, *saved = ctx.saved_tensors
+        qk = [layer.q_norm, layer.k_norm, saved.pop(0)] if layer.spec.qk_norm else []
+        operands = [tensor for operand in layer.qkv for tensor in operand.tensors()]
+        run = layer.units.before_backward
+        dx, dnorm, *rest = run([*grads, x, layer.input_norm, *qk, rows.cos, rows.sin, *saved, *operands])
+        norms = [rest.pop(0), rest.pop(0)] if layer.spec.qk_norm else []
+        return (dx, None, None, dnorm, *norms, *_split(layer.qkv, rest))
+
+
+class _After(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, attended: Tensor, layer: LayerWeights, *parameters: Tensor) -> Tensor:
+        out, *saved = layer.units.after([x, attended, *layer.after_weights()])
+        ctx.layer = layer
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        layer = ctx.layer
+        dx, dattended, *rest = layer.units.after_backward([*grads, *ctx.saved_tensors, *layer.after_weights()])
+        count = 1 + (layer.o.bias is not None)
+        o, dnorm, rest = rest[:count], rest[count], rest[count + 1 :]
+        return (dx, dattended, None, *_split([layer.o], o), dnorm, *_split([*layer.gate_up, layer.down], rest))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, sequences: int) -> Tensor:
+        from trtl_rl.model.kv import KeyValueBuffers
+
+        ctx.rows, ctx.sequences = rows, sequences
+        ctx.save_for_backward(q, k, v)
+        buffers = KeyValueBuffers(1, sequences, k.shape[1], k.shape[2], rows.window.shape[0])
+        return buffers.attend(0, layer.units, q, k, v, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rows, n = ctx.rows, ctx.rows.count
+        index = rows.sequence[:n], rows.position[:n]
+        length = int(index[1].max()) + 1
+
+        def dense(rows: Tensor) -> Tensor:  # [M, h, D] → [S, h, T, D]
+            out = rows.new_zeros(ctx.sequences, length, *rows.shape[1:])
+            out[index] = rows[:n]
+            return out.transpose(1, 2)
+
+        def packed(dense: Tensor, like: Tensor) -> Tensor:
+            out = torch.zeros_like(like)
+            out[:n] = dense.transpose(1, 2)[index]
+            return out
+
+        saved = ctx.saved_tensors
+        q, k, v = (dense(tensor).requires_grad_() for tensor in saved)
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        dense_grads = torch.autograd.grad(out, (q, k, v), dense(grads[0].reshape(saved[0].shape)))
+        return (*[packed(g, like) for g, like in zip(dense_grads, saved, strict=True)], None, None, None)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding = parameter.shape, padding
+        return F.embedding(ids, weights.embedding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (ids,) = ctx.saved_tensors
+        grad = grads[0].new_zeros(ctx.shape).index_add_(0, ids, grads[0])
+        if ctx.padding is not None:  # as torch's own embedding does
+            grad[ctx.padding] = 0
+        return None, None, grad, None
+
+
+class _HeadLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: DecoderWeights,
+        ids: Tensor,
+        temperature: Tensor,
+        norm: Tensor,
+        head: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.weights = weights
+        ctx.save_for_backward(x, ids, temperature)
+        parts = []
+        for rows in _chunks(x.shape[0], weights.description.vocab):
+            logits, _ = weights.head_units.head([x[rows], weights.norm, *weights.head.tensors()])
+            parts.append(weights.head_units.logprob([logits, ids[rows], temperature[rows]]))
+        logprob, _, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, ids, temperature = ctx.saved_tensors
+        weights, dlogprob = ctx.weights, grads[0]
+        operands = weights.head.tensors()
+        dx = torch.empty_like(x)
+        totals: list[Tensor] = []
+        for rows in _chunks(x.shape[0], weights.description.vocab):
+            logits, head_in = weights.head_units.head([x[rows], weights.norm, *operands])
+            scale = (dlogprob[rows] / temperature[rows])[:, None]
+            dlogits = torch.softmax(logits / temperature[rows, None], -1).mul_(-scale)
+            dlogits.scatter_add_(-1, ids[rows, None], scale)
+            spec = weights.description.head_spec()
+            dx[rows], *chunk = head_backward(spec, dlogits, x[rows], head_in, weights.norm, operands)
+            totals = chunk if not totals else [a + b for a, b in zip(totals, chunk, strict=True)]
+        return dx, None, None, None, totals[0], totals[1]
+
+
+def _chunks(rows: int, vocab: int) -> list[slice]:
+    """Slices of whole groups of 128 rows with at most about 2**24 logits."""
+    step = max(128, 2**24 // vocab // 128 * 128)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _split(operands: list[Operand], grads: list[Tensor]) -> list[Tensor]:
+    """Gradients of operands → gradients of the checkpoint's linears: for each operand its weights, then its biases."""
+    out: list[Tensor] = []
+    rest = list(grads)
+    for operand in operands:
+        sizes = operand.spec.out_features
+        out += rest.pop(0).split(sizes)
+        if operand.bias is not None:
+            out += rest.pop(0).split(sizes)
+    return out

@@ -1,0 +1,224 @@
+"""``KernelSet``: one implementation of all units for a run, with an identity that trainer and engine compare.
+
+Compiled units are AOTInductor packages in a cache directory. Both processes load the same file, so they run the same
+machine code; a package loads in milliseconds and its call costs a few microseconds. Without a C++ compiler the units run
+eagerly: still exact, with another identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtl_rl.errors import EngineError
+from trtl_rl.kernels import ops, spec, units
+from trtl_rl.kernels.spec import ROW_TILE, HeadSpec, LayerSpec
+from trtl_rl.recipe import codec, formats
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """The units of one kind of decoder layer; the backward ones are None in an engine."""
+
+    before: Run
+    attention: Run
+    after: Run
+    before_backward: Run | None = None
+    after_backward: Run | None = None
+
+
+@dataclass(frozen=True)
+class HeadUnits:
+    head: Run
+    logprob: Run
+
+
+def cache_directory() -> Path:
+    """Where compiled operators are kept: ``TRTL_RL_CACHE``, or trtl-rl in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("TRTL_RL_CACHE") or Path(base) / "trtl-rl") / "kernels"
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that AOTInductor will call, or None."""
+    return shutil.which(os.environ.get("CXX") or "g++") or (None if os.environ.get("CXX") else shutil.which("clang++"))
+
+
+class KernelSet:
+    """All units of a run, compiled or eager.
+
+    Args:
+        compiled: Compile the units (needs a C++ compiler), or run them eagerly.
+        backward: Also provide the learner's backward units.
+        build: Compile what the cache lacks; False in an engine, which only loads what the trainer compiled.
+        progress: Called with a text, the number of units done and their total while units are compiled.
+
+    Attributes:
+        identity: Hash of the units' sources, torch, instruction set and compiler. Equal identities give equal bits.
+        compile_seconds: Time spent compiling, 0 with a warm cache.
+    """
+
+    def __init__(
+        self, compiled: bool, *, backward: bool = False, build: bool = True, progress: Progress | None = None
+    ) -> None:
+        self.compiled = compiled
+        self.backward = backward
+        self.build = build
+        self.compile_seconds = 0.0
+        self._progress = progress or (lambda text, done, total: None)
+        self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
+        self.identity = _identity(compiled)
+
+    @property
+    def description(self) -> str:
+        """For people: how the operators run."""
+        return f"{'compiled' if self.compiled else 'eager'} CPU operators {self.identity[:12]}"
+
+    def prepare(self, layers: Sequence[LayerSpec], head: HeadSpec) -> None:
+        """Compile or load every unit that these specs need, then check that their rows are invariant."""
+        jobs: list[tuple[type[units.Unit], LayerSpec | HeadSpec]] = []
+        for layer in dict.fromkeys(layers):
+            jobs += [(unit, layer) for unit in (units.BeforeAttention, units.Attention, units.AfterAttention)]
+            if self.backward:
+                jobs += [(units.BeforeAttentionBackward, layer), (units.AfterAttentionBackward, layer)]
+        jobs += [(units.Head, head), (units.TokenLogprob, head)]
+        missing = [job for job in jobs if self.compiled and not self._path(*job).exists()]
+        start = time.perf_counter()
+        if missing and self.build:
+            self._compile(missing)
+            self.compile_seconds = time.perf_counter() - start
+        for unit, kind in jobs:
+            self._unit(unit, kind)
+        for layer in dict.fromkeys(layers):
+            self._check_invariance(units.BeforeAttention, layer)
+            self._check_invariance(units.AfterAttention, layer)
+        self._check_invariance(units.Head, head)
+
+    def layer(self, kind: LayerSpec) -> LayerUnits:
+        before, attention, after = (
+            self._unit(unit, kind) for unit in (units.BeforeAttention, units.Attention, units.AfterAttention)
+        )
+        if not self.backward:
+            return LayerUnits(before, attention, after)
+        return LayerUnits(
+            before,
+            attention,
+            after,
+            self._unit(units.BeforeAttentionBackward, kind),
+            self._unit(units.AfterAttentionBackward, kind),
+        )
+
+    def head(self, kind: HeadSpec) -> HeadUnits:
+        return HeadUnits(self._unit(units.Head, kind), self._unit(units.TokenLogprob, kind))
+
+    def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
+        key = (unit.__name__, kind)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(unit, kind) if self.compiled else _eager(unit, kind)
+        return self._loaded[key]
+
+    def _path(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Path:
+        name = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+        return cache_directory() / self.identity[:24] / f"{unit.__name__}-{name}.pt2"
+
+    def _load(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Run:
+        path = self._path(unit, kind)
+        if not path.exists():
+            raise EngineError(f"The compiled operator {path} is missing; the trainer's process makes it at its start.")
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+
+        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            # A package reads memory by the strides of its example: everything must be contiguous.
+            return loader.run([x if x.is_contiguous() else x.contiguous() for x in inputs])  # type: ignore[no-any-return]
+
+        return run
+
+    def _compile(self, jobs: Sequence[tuple[type[units.Unit], LayerSpec | HeadSpec]]) -> None:
+        from trtl_rl.kernels.compile import compile_units
+
+        done = 0
+        self._progress("compiling operators", 0, len(jobs))
+        work = [(unit.__name__, kind, self._path(unit, kind)) for unit, kind in jobs]
+        for _ in compile_units(work):
+            done += 1
+            self._progress("compiling operators", done, len(jobs))
+
+    def _check_invariance(self, unit: type[units.Unit], kind: Any) -> None:
+        """Run three tiles at once and one by one in another order: the bits of each row must be the same."""
+        example = unit(kind).example()
+        generator = torch.Generator().manual_seed(1)
+        wide, order = [], torch.randperm(3 * ROW_TILE, generator=generator)
+        for tensor, dynamic in zip(example.inputs, example.dynamic, strict=True):
+            shape = [3 * ROW_TILE, *tensor.shape[1:]] if dynamic else list(tensor.shape)
+            scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[0] ** -0.5
+            wide.append(torch.randn(shape, generator=generator) * scale)
+        run = self._unit(unit, kind)
+        with torch.inference_mode():
+            whole = run(wide)
+            for tile in order.split(ROW_TILE):
+                part = run([x[tile] if d else x for x, d in zip(wide, example.dynamic, strict=True)])
+                for a, b in zip(whole, part, strict=True):
+                    if not torch.equal(a[tile], b):
+                        raise RuntimeError(
+                            f"{unit.__name__} is not row-invariant on this machine: a row's bits depend on the batch. "
+                            "Use one thread (threads=1 engine.threads=1); if that does not help, compile=false."
+                        )
+
+
+def _eager(unit: type[units.Unit], kind: Any) -> Run:
+    module = (units.AttentionByTiles if unit is units.Attention else unit)(kind)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return list(module.forward(*inputs))
+
+    return run
+
+
+def _identity(compiled: bool) -> str:
+    parts = [inspect.getsource(module) for module in (ops, units, spec, codec, formats)]
+    parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    parts += [f"python {sys.version_info[:2]}"]
+    if compiled:
+        import subprocess
+
+        compiler = find_compiler()
+        assert compiler is not None, "compiled operators need a C++ compiler"
+        parts.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def write_package(unit: units.Unit, path: Path) -> None:
+    """Export a unit and write its AOTInductor package; the file appears whole or not at all."""
+    import logging
+    import warnings
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    example = unit.example()
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        warnings.simplefilter("ignore")
+        # One named argument for all tensors: units take any number of them.
+        program = torch.export.export(unit, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
+        made = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(Path(scratch) / path.name),
+            # One thread: the artefact has no parallel reductions, whatever the process sets.
+            inductor_configs={"cpp.threads": 1},
+        )
+        os.replace(made, path)

@@ -1,0 +1,170 @@
+"""``metrics.jsonl``: every part of a run writes rows here, and dashboard, ``watch`` and reports read nothing else.
+
+Each row is one JSON object with ``kind`` and ``time`` (Unix seconds):
+
+=============  =========================================================================================
+``start``      what the run is: ``model``, ``parameters``, ``steps``, ``task``, ``loss``, ``recipe``, ``coverage``,
+               ``kernels``, ``versions``, ``resumed_from``
+``progress``   long work before or between steps: ``name``, ``done``, ``total``, ``unit``
+``step``       ``step`` (1 is the first update) and ``metrics``, a flat mapping of metric name to number
+``sample``     ``step``, ``prompt``, ``completion``, ``reward``, ``finish_reason``, ``version``
+``message``    ``level`` (``info``, ``warning``, ``error``) and ``text``
+``evaluation`` ``step`` (0 before training), ``metrics``
+``end``        ``status`` (``done``, ``interrupted``, ``failed``), ``step``, ``text``
+=============  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+Reduction = Literal["mean", "sum", "max", "last"]
+Row = dict[str, Any]
+
+
+class Accumulator:
+    """Metrics of one step as (sum, count), reduced once at its end.
+
+    >>> metrics = Accumulator()
+    >>> metrics.add("reward", 3.0, count=4)
+    >>> metrics.add("reward", 1.0, count=4)
+    >>> metrics.reduce()
+    {'reward': 0.5}
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[float, float, Reduction]] = {}
+
+    def add(self, name: str, value: float, *, count: float = 1.0, how: Reduction = "mean") -> None:
+        """Add ``value``, a sum over ``count`` items, to the metric ``name``."""
+        total, seen, known = self._values.get(name, (0.0, 0.0, how))
+        assert known == how, f"{name} is reduced both by {known} and by {how}"
+        if how == "max":
+            total = value if seen == 0 else max(total, value)
+        else:
+            total = value if how == "last" else total + value
+        self._values[name] = (total, seen + count, how)
+
+    def update(self, values: Mapping[str, float]) -> None:
+        """Set single values that need no reduction."""
+        for name, value in values.items():
+            self.add(name, float(value), how="last")
+
+    def merge(self, other: Accumulator) -> None:
+        """Add another's sums and counts: those of a micro-batch to its step's."""
+        for name, (total, count, how) in other._values.items():
+            self.add(name, total, count=count, how=how)
+
+    def reduce(self) -> dict[str, float]:
+        """One number per metric. A mean over no items is left out."""
+        out: dict[str, float] = {}
+        for name, (total, count, how) in self._values.items():
+            if how == "mean" and count == 0:
+                continue
+            out[name] = total / count if how == "mean" else total
+        return out
+
+
+class MetricsWriter:
+    """Appends rows to ``metrics.jsonl``; a row is one ``write``, so that readers and a kill never see half of two rows.
+
+    Args:
+        path: The file; it is created, and continued when it exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _ends_within_a_row(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._lock = threading.Lock()
+        if torn:  # a kill in the middle of a row: close that line, readers pass over it
+            self._file.write(b"\n")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one row. Non-finite numbers become ``null``: JSON has no word for them."""
+        row = {"kind": kind, "time": round(time.time(), 3), **fields}
+        data = json.dumps(_finite(row), ensure_ascii=False).encode() + b"\n"
+        with self._lock:
+            self._file.write(data)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.write("step", step=step, metrics={k: _short(v) for k, v in metrics.items()})
+
+    def progress(self, name: str, done: float, total: float, unit: str = "") -> None:
+        self.write("progress", name=name, done=done, total=total, unit=unit)
+
+    def message(self, level: Literal["info", "warning", "error"], text: str) -> None:
+        self.write("message", level=level, text=text)
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class MetricsReader:
+    """Reads rows as they appear. ``poll`` returns those that are new since the last call.
+
+    A line that is not whole yet is left for the next call; a torn line in the middle is counted in ``torn``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn = 0
+        self._offset = 0
+
+    def poll(self, max_bytes: int = -1) -> list[Row]:
+        """New rows; with ``max_bytes``, only those in about so many bytes, to read a long file in parts."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read(max_bytes)
+            if b"\n" not in data:
+                data += file.read()  # a row longer than max_bytes
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        rows: list[Row] = []
+        for line in data[:end].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                self.torn += 1
+                continue
+            rows.append(row)
+        return rows
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """All whole rows of a finished or running file."""
+    yield from MetricsReader(path).poll()
+
+
+def _short(value: float) -> float:
+    """Keep seven significant digits for non-integers: enough for a float32, half the file."""
+    return value if isinstance(value, int) or not math.isfinite(value) else float(f"{value:.7g}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _ends_within_a_row(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

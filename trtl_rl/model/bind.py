@@ -1,0 +1,179 @@
+"""Bind a Hugging Face model: it keeps parameters, names and ModelOpt's state; its forward goes to ours.
+
+``TrainableDecoder.refresh`` rounds the FP32 masters to BF16 and quantises them, once per weight version; the same codes
+and scales fill the learner's operands and travel to the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trtl_rl.kernels import autograd
+from trtl_rl.kernels.kernel_set import KernelSet
+from trtl_rl.kernels.spec import ROW_TILE, TOKEN_TILE
+from trtl_rl.model.architectures import check_architecture
+from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.kv import RopeTables, Rows
+from trtl_rl.model.layer import decoder_layer
+from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, LayerWeights, tensor_specs
+from trtl_rl.recipe.codec import encode
+from trtl_rl.recipe.recipe import expand
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+def describe(model: PreTrainedModel) -> DecoderDescription:
+    """Read sizes, rope and quantisers off a (quantised) model."""
+    config: Any = model.config
+    check_architecture(config)
+    rotary: Any = model.model.rotary_emb
+    layer: Any = model.model.layers[0]
+    modules = dict(zip(LINEARS, _linears(layer), strict=True))
+    return DecoderDescription(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=modules["q_proj"].out_features // config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        vocab=model.lm_head.out_features,  # type: ignore[operator, union-attr, arg-type]
+        eps=config.rms_norm_eps,
+        qk_norm=hasattr(layer.self_attn, "q_norm"),
+        biases=tuple(role for role, module in modules.items() if module.bias is not None),
+        tied=model.lm_head.weight is model.model.embed_tokens.weight,
+        inverse_frequencies=tuple(rotary.inv_freq.float().tolist()),
+        attention_scaling=float(rotary.attention_scaling),
+        max_positions=config.max_position_embeddings,
+        coverage=expand(model),
+    )
+
+
+class TrainableDecoder:
+    """The learner's side of a decoder: masters in the Hugging Face model, operands of one version in ``weights``.
+
+    Args:
+        model: float32, quantised by ``Recipe.apply``. Its ``forward`` is replaced.
+        kernels: With backward units.
+        context: Longest sequence; rotary tables are made for it, on both sides.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: KernelSet, context: int) -> None:
+        self.model = model
+        self.description = describe(model)
+        self.weights = DecoderWeights(self.description, kernels)
+        self.rope = RopeTables(self.description.inverse_frequencies, self.description.attention_scaling, context)
+        self.context = context
+        self.padding = model.model.embed_tokens.padding_idx
+        for layer, module in zip(self.weights.layers, model.model.layers, strict=True):  # type: ignore[arg-type]
+            _attach(layer, module)
+        self.parameters = dict(model.named_parameters())
+        self.snapshot: dict[str, Tensor] = {}
+        model.forward = self.forward  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def refresh(self, version: int) -> dict[str, Tensor]:
+        """Quantise the masters and load the result as ``version``.
+
+        Returns:
+            Every tensor of the version in the layout of ``tensor_specs``: what a refit sends.
+
+        Raises:
+            FloatingPointError: a weight is not finite; names the tensor.
+        """
+        formats = {item.name: item.format.weight for item in self.description.coverage.linears}
+        tensors: dict[str, Tensor] = {}
+        for spec in tensor_specs(self.description):
+            if spec.name.endswith(SCALE_SUFFIX):
+                continue
+            rounded = self.parameters[spec.name].detach().bfloat16()
+            format = formats.get(spec.name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
+            if format is None:
+                tensors[spec.name] = rounded
+                finite = rounded.isfinite().all()
+            else:
+                tensors[spec.name], scale = encode(rounded.float(), format)
+                tensors[spec.name + SCALE_SUFFIX] = scale
+                finite = scale.isfinite().all()
+            if not finite:
+                raise FloatingPointError(f"{spec.name} holds NaN or infinite values; the last whole checkpoint is kept.")
+        self.weights.load(tensors)
+        self.weights.version = version
+        self.snapshot = tensors
+        return tensors
+
+    def forward(
+        self, sequences: list[list[int]], answer_lengths: list[int], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of the answers' tokens under the loaded version.
+
+        Args:
+            sequences: Token ids, prompt and answer, of each response.
+            answer_lengths: How many ids at the end of each sequence are the answer.
+            temperature: Logprobs are of ``logits / temperature``.
+
+        Returns:
+            logprob and entropy, each [sum of answer_lengths] float32, response after response.
+        """
+        assert self.weights.version >= 0, "refresh() comes first"
+        ids, owner, position, chosen, targets = [], [], [], [], []
+        for i, (sequence, answer) in enumerate(zip(sequences, answer_lengths, strict=True)):
+            start, n = len(ids), len(sequence) - 1  # the last token predicts nothing that is trained on
+            ids += sequence[:n]
+            owner += [i] * n
+            position += range(n)
+            chosen += range(start + n - answer, start + n)
+            targets += sequence[len(sequence) - answer :]
+        rows = Rows.make(torch.tensor(ids), torch.tensor(owner), torch.tensor(position), self.rope, TOKEN_TILE)
+
+        def attend(layer: LayerWeights, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+            return autograd.attention(q, k, v, layer, rows, len(sequences))
+
+        embedding = self.parameters["model.embed_tokens.weight"]
+        x = autograd.embedding(rows.ids, self.weights, embedding, self.padding)
+        for layer in self.weights.layers:
+            x = decoder_layer(x, layer, attend, rows)
+        count = len(chosen)
+        fill = [0] * (-count % ROW_TILE)
+        x = x[torch.tensor([*chosen, *fill])]
+        head = embedding if self.description.tied else self.parameters["lm_head.weight"]
+        logprob, entropy = autograd.head_logprob(
+            x,
+            self.weights,
+            torch.tensor([*targets, *fill]),
+            torch.full((count + len(fill),), temperature),
+            self.parameters["model.norm.weight"],
+            head,
+        )
+        return logprob[:count], entropy[:count]
+
+
+def _linears(layer: Any) -> list[nn.Linear]:
+    a, m = layer.self_attn, layer.mlp
+    return [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
+
+
+def _attach(layer: LayerWeights, module: Any) -> None:
+    """Give a layer its FP32 masters, in the order in which autograd returns their gradients."""
+    q, k, v, o, gate, up, down = _linears(module)
+
+    def parameters(operands: list[Any], modules: list[nn.Linear]) -> list[Tensor]:
+        out: list[Tensor] = []
+        rest = list(modules)
+        for operand in operands:
+            parts = [rest.pop(0) for _ in operand.spec.out_features]
+            out += [part.weight for part in parts]
+            if operand.bias is not None:
+                out += [part.bias for part in parts]
+        return out
+
+    attention = module.self_attn
+    norms = [attention.q_norm.weight, attention.k_norm.weight] if layer.spec.qk_norm else []
+    layer.before_parameters = [module.input_layernorm.weight, *norms, *parameters(layer.qkv, [q, k, v])]
+    layer.after_parameters = [
+        *parameters([layer.o], [o]),
+        module.post_attention_layernorm.weight,
+        *parameters([*layer.gate_up, layer.down], [gate, up, down]),
+    ]

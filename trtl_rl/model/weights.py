@@ -1,0 +1,218 @@
+"""The weights of one version as the kernels read them: decoded operands and the high-precision rest.
+
+Trainer and engine fill the same structure from the same codes and scales, by the same function; so their operands are
+equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtl_rl.kernels.kernel_set import HeadUnits, KernelSet, LayerUnits
+from trtl_rl.kernels.spec import LayerSpec, LinearSpec
+from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.recipe.codec import decode, encode
+from trtl_rl.recipe.coverage import CoveredLinear, Coverage
+from trtl_rl.recipe.formats import BlockFormat
+
+SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight_scale_inv
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the checkpoint layout in which weights travel: name, dtype, shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.itemsize
+
+
+def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
+    """Every tensor of a version in name order: e4m3 ``*.weight`` with float32 scales, bfloat16 for the rest."""
+    d = description
+    bf16 = torch.bfloat16
+    specs = [TensorSpec("model.embed_tokens.weight", bf16, (d.vocab, d.hidden))]
+    specs.append(TensorSpec("model.norm.weight", bf16, (d.hidden,)))
+    for i in range(d.layers):
+        prefix = f"model.layers.{i}."
+        norms = [("input_layernorm", d.hidden), ("post_attention_layernorm", d.hidden)]
+        if d.qk_norm:
+            norms += [("self_attn.q_norm", d.head_dim), ("self_attn.k_norm", d.head_dim)]
+        specs += [TensorSpec(f"{prefix}{name}.weight", bf16, (n,)) for name, n in norms]
+    for linear in d.coverage.linears:
+        if linear.name == "lm_head" and d.tied:
+            continue
+        name, weight = f"{linear.name}.weight", linear.format.weight
+        if weight is None:
+            specs.append(TensorSpec(name, bf16, linear.shape))
+        else:
+            grid = (-(-linear.shape[0] // weight.block[0]), -(-linear.shape[1] // weight.block[1]))
+            specs.append(TensorSpec(name, torch.float8_e4m3fn, linear.shape))
+            specs.append(TensorSpec(name + SCALE_SUFFIX, torch.float32, grid))
+        if linear.name.rpartition(".")[2] in d.biases:
+            specs.append(TensorSpec(f"{linear.name}.bias", bf16, (linear.shape[0],)))
+    return sorted(specs, key=lambda spec: spec.name)
+
+
+class Operand:
+    """The right side of one GEMM: [K, sum N] float32, and its bias; parts are checkpoint linears side by side."""
+
+    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device | None = None) -> None:
+        self.spec = spec
+        self.names = list(names)
+        self.values = torch.zeros(spec.in_features, spec.columns, device=device)
+        self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
+        self.formats: dict[str, BlockFormat | None] = {}
+        self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
+
+    def tensors(self) -> list[Tensor]:
+        """What a unit takes: the operand and, with a bias, that bias."""
+        return [self.values] if self.bias is None else [self.values, self.bias]
+
+    def fill(self, name: str, values: Tensor) -> None:
+        """Store the decoded weight [N, K] float32 of the part ``name``."""
+        start = self._starts[name]
+        self.values[:, start : start + values.shape[0]].copy_(values.t())
+
+    def fill_bias(self, name: str, values: Tensor) -> None:
+        assert self.bias is not None
+        start = self._starts[name]
+        self.bias[start : start + values.shape[0]].copy_(values)
+
+
+class LayerWeights:
+    """One decoder layer's operands, norms and units."""
+
+    def __init__(self, description: DecoderDescription, index: int, units: LayerUnits) -> None:
+        d = description
+        self.index = index
+        self.units = units
+        self.spec: LayerSpec = d.layer_spec(index)
+        self.input_norm = torch.ones(d.hidden)
+        self.post_norm = torch.ones(d.hidden)
+        self.q_norm = torch.ones(d.head_dim)
+        self.k_norm = torch.ones(d.head_dim)
+        names = {role: d.linear_name(index, role) for role in LINEARS}
+        self.qkv = _operands(self.spec.qkv, [names[role] for role in LINEARS[:3]])
+        self.o = Operand(self.spec.o, [names["o_proj"]])
+        self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]])
+        self.down = Operand(self.spec.down, [names["down_proj"]])
+        # FP32 masters of a trainer, in the order of the units' weight inputs; empty in an engine.
+        self.before_parameters: list[Tensor] = []
+        self.after_parameters: list[Tensor] = []
+
+    def operands(self) -> Iterator[Operand]:
+        yield from self.qkv
+        yield self.o
+        yield from self.gate_up
+        yield self.down
+
+    def before_weights(self) -> list[Tensor]:
+        """Weight inputs of the unit before attention, norms of heads last."""
+        norms = [self.q_norm, self.k_norm] if self.spec.qk_norm else []
+        return [self.input_norm, *_tensors(self.qkv), *norms]
+
+    def after_weights(self) -> list[Tensor]:
+        """Weight inputs of the unit after attention."""
+        return [*self.o.tensors(), self.post_norm, *_tensors(self.gate_up), *self.down.tensors()]
+
+
+class DecoderWeights:
+    """All weights of one version, in the form that the kernels read.
+
+    Attributes:
+        embedding: [V, hidden] float32 holding bfloat16 values.
+        version: -1 until a version was loaded.
+    """
+
+    def __init__(self, description: DecoderDescription, kernels: KernelSet) -> None:
+        d = self.description = description
+        specs = [d.layer_spec(i) for i in range(d.layers)]
+        kernels.prepare(specs, d.head_spec())
+        self.embedding = torch.zeros(d.vocab, d.hidden)
+        self.layers = [LayerWeights(d, i, kernels.layer(spec)) for i, spec in enumerate(specs)]
+        self.norm = torch.ones(d.hidden)
+        self.head = Operand(d.head_spec().linear, ["lm_head"])
+        self.head_units: HeadUnits = kernels.head(d.head_spec())
+        self.version = -1
+        self._formats = {item.name: item.format.weight for item in d.coverage.linears}
+        self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
+        self._operands["lm_head"] = self.head
+        self._vectors = {"model.norm.weight": self.norm}
+        for layer in self.layers:
+            prefix = f"model.layers.{layer.index}."
+            self._vectors[f"{prefix}input_layernorm.weight"] = layer.input_norm
+            self._vectors[f"{prefix}post_attention_layernorm.weight"] = layer.post_norm
+            if d.qk_norm:
+                self._vectors[f"{prefix}self_attn.q_norm.weight"] = layer.q_norm
+                self._vectors[f"{prefix}self_attn.k_norm.weight"] = layer.k_norm
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Decode a whole or partial version, given in the layout of :func:`tensor_specs`, into the operands."""
+        for name, tensor in tensors.items():
+            if name.endswith(SCALE_SUFFIX):
+                continue
+            if name in self._vectors:
+                self._vectors[name].copy_(tensor)
+                continue
+            module, _, kind = name.rpartition(".")
+            if name == "model.embed_tokens.weight":
+                self.embedding.copy_(tensor)
+                if self.description.tied:
+                    self._fill("lm_head", tensor, None)
+            elif kind == "bias":
+                self._operands[module].fill_bias(module, tensor.float())
+            else:
+                self._fill(module, tensor, tensors.get(name + SCALE_SUFFIX))
+
+    def _fill(self, module: str, tensor: Tensor, scale: Tensor | None) -> None:
+        format = self._formats[module]
+        operand = self._operands[module]
+        operand.formats[module] = format if tensor.dtype == torch.float8_e4m3fn else None
+        if format is None:
+            operand.fill(module, tensor.float())
+        elif tensor.dtype == torch.float8_e4m3fn:
+            assert scale is not None
+            operand.fill(module, decode(tensor, scale, format))
+        else:  # a quantised head that shares the high-precision embedding
+            operand.fill(module, decode(*encode(tensor.float(), format), format))
+            operand.formats[module] = format
+
+    def coverage(self) -> Coverage:
+        """The linears that these weights really run: the format of the codes that were loaded, the kernels' activations."""
+        out = []
+        shapes = {item.name: (item.shape, item.reason) for item in self.description.coverage.linears}
+        for name, operand in self._operands.items():
+            shape, reason = shapes[name]
+            kernel = operand.spec.format
+            format = type(kernel)(operand.formats.get(name), kernel.activation, kernel.dgrad, kernel.wgrad)
+            out.append(CoveredLinear(name, shape, format, reason))
+        return Coverage(tuple(sorted(out, key=lambda item: item.name)))
+
+
+def _operands(specs: Sequence[LinearSpec], names: Sequence[str]) -> list[Operand]:
+    rest = list(names)
+    return [Operand(spec, [rest.pop(0) for _ in spec.out_features]) for spec in specs]
+
+
+def _tensors(operands: Sequence[Operand]) -> list[Tensor]:
+    return [tensor for operand in operands for tensor in operand.tensors()]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    out, total = [], 0
+    for n in sizes:
+        out.append(total)
+        total += n
+    return out

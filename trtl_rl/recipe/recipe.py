@@ -1,0 +1,205 @@
+"""``Recipe``: one ModelOpt YAML file, applied once to a Hugging Face model and expanded to a list of linears.
+
+ModelOpt inserts and owns the quantisers; the bound forward (``model/bind.py``) takes its formats from those modules, so
+what is switched off in the model is off in the forward, in the coverage and in the engine. ModelOpt is imported only
+here, in the trainer's process: its import takes seconds, and the engine needs plain values only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+
+from trtl_rl.errors import UserError, nearest
+from trtl_rl.recipe.coverage import CoveredLinear, Coverage
+from trtl_rl.recipe.formats import HIGH_PRECISION, BlockFormat, LinearFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BACKEND = "trtl_fp8_block"
+NONE = "none"
+_ARGUMENTS = {"block", "scale", "round", "dgrad", "wgrad"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe file that was read and checked, but not yet applied.
+
+    Attributes:
+        name: As the user gave it; ``none`` is the recipe without quantisers.
+        text: The YAML, kept in checkpoints.
+        digest: sha256 of the parsed content: comments and order of keys do not count.
+    """
+
+    name: str
+    text: str
+    digest: str
+
+    @classmethod
+    def load(cls, name: str) -> Recipe:
+        """Read a bundled recipe (``fp8_block``), a file, or ``none``. Light: no torch, no ModelOpt.
+
+        Raises:
+            UserError: no such recipe, or it is not YAML with ``metadata`` and ``quantize``.
+        """
+        if name == NONE:
+            return cls(name, "", hashlib.sha256(b"").hexdigest())
+        bundled = {Path(str(item)).stem: item for item in files(__package__).iterdir() if str(item).endswith(".yaml")}
+        if name in bundled:
+            text = bundled[name].read_text()
+        elif Path(name).is_file():
+            text = Path(name).read_text()
+        else:
+            choices = [*bundled, NONE]
+            raise UserError(
+                f"There is no recipe '{name}': neither a file nor one of {', '.join(choices)}.{nearest(name, choices)}"
+            )
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"Recipe {name} is not valid YAML: {error}") from None
+        if not isinstance(content, dict) or not {"metadata", "quantize"} <= content.keys():
+            raise UserError(f"Recipe {name} needs the sections 'metadata' and 'quantize' of a ModelOpt recipe.")
+        for entry in content["quantize"].get("quant_cfg") or []:
+            _check_entry(name, entry)
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return cls(name, text, digest)
+
+    def apply(self, model: nn.Module) -> None:
+        """Let ModelOpt insert the recipe's quantisers into ``model``, in place. Nothing is calibrated.
+
+        Raises:
+            UserError: ModelOpt refuses the recipe.
+        """
+        if self.name == NONE:
+            return
+        import contextlib
+        import io
+        import tempfile
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import modelopt.torch.quantization as mtq
+            from modelopt.recipe import load_recipe
+            from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
+                is_registered_quant_backend,
+                register_quant_backend,
+            )
+
+            if not is_registered_quant_backend(BACKEND):
+                register_quant_backend(BACKEND, _backend)
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, contextlib.redirect_stdout(io.StringIO()):
+                file.write(self.text)
+                file.flush()
+                try:
+                    quantize: Any = load_recipe(file.name).quantize  # type: ignore[attr-defined]
+                except Exception as error:
+                    raise UserError(f"ModelOpt refuses recipe {self.name}: {error}") from None
+                if quantize.algorithm is not None:
+                    raise UserError(
+                        f"Recipe {self.name} asks for calibration (algorithm: {quantize.algorithm}); block scales are "
+                        "computed from each tensor. Write 'algorithm: null'."
+                    )
+                mtq.quantize(model, quantize.model_dump(exclude_unset=True), forward_loop=None)
+
+
+def expand(model: nn.Module) -> Coverage:
+    """List every linear of ``model`` with the format that its quantisers ask for now.
+
+    Raises:
+        UserError: a quantiser that our kernels cannot run; the message names the module.
+    """
+    from torch import nn
+
+    linears = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        format = _format_of(name, module)
+        linears.append(
+            CoveredLinear(
+                name,
+                (module.out_features, module.in_features),
+                format,
+                "" if format.quantised else "no enabled quantiser in the recipe",
+            )
+        )
+    return Coverage(tuple(sorted(linears, key=lambda item: item.name)))
+
+
+def _format_of(name: str, module: nn.Module) -> LinearFormat:
+    weight = _enabled(name, module, "weight_quantizer")
+    activation = _enabled(name, module, "input_quantizer")
+    if _enabled(name, module, "output_quantizer") is not None:
+        raise UserError(f"{name}: the recipe quantises outputs, which the kernels do not do. Remove that entry.")
+    if weight is None and activation is None:
+        return HIGH_PRECISION
+    extra = activation or {}
+    if activation is not None and activation["block"][0] != 1:
+        raise UserError(f"{name}: activation blocks must be one row high (block: [1, n]), got {activation['block']}.")
+    return LinearFormat(
+        _block_format(weight), _block_format(activation), extra.get("dgrad", "bf16"), extra.get("wgrad", "bf16")
+    )
+
+
+def _enabled(name: str, module: nn.Module, attribute: str) -> dict[str, Any] | None:
+    quantiser: Any = getattr(module, attribute, None)
+    if quantiser is None or not quantiser.is_enabled:
+        return None
+    if quantiser.backend != BACKEND or tuple(quantiser.num_bits) != (4, 3):
+        raise UserError(
+            f"{name}.{attribute}: backend {quantiser.backend!r} with num_bits {quantiser.num_bits!r} cannot run here; "
+            f"use num_bits: e4m3 and backend: {BACKEND} (see trtl_rl/recipe/fp8_block.yaml)."
+        )
+    return dict(quantiser.backend_extra_args)
+
+
+def _block_format(arguments: dict[str, Any] | None) -> BlockFormat | None:
+    if arguments is None:
+        return None
+    rows, columns = arguments["block"]
+    return BlockFormat((int(rows), int(columns)), arguments["scale"], arguments.get("round", "fp32"))
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+    cfg = entry.get("cfg")
+    if not isinstance(cfg, dict) or cfg.get("backend") != BACKEND:
+        return
+    arguments = cfg.get("backend_extra_args") or {}
+    where = f"Recipe {name}, {entry.get('quantizer_name')}"
+    for key in arguments.keys() - _ARGUMENTS:
+        raise UserError(f"{where}: unknown backend argument '{key}'.{nearest(key, _ARGUMENTS)}")
+    block = arguments.get("block")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise UserError(f"{where}: block must be two positive integers [rows, columns], got {block!r}.")
+    allowed = {
+        "scale": {"amax_over_448", "inverse"},
+        "round": {"fp32", "pow2"},
+        "dgrad": {"fp8", "bf16"},
+        "wgrad": {"fp8", "bf16"},
+    }
+    for key, values in allowed.items():
+        if (key in arguments or key == "scale") and arguments.get(key) not in values:
+            raise UserError(f"{where}: {key} must be one of {', '.join(sorted(values))}, got {arguments.get(key)!r}.")
+
+
+def _backend(x: Tensor, quantiser: Any) -> Tensor:
+    """What ModelOpt's own stock forward calls: the same codec, with a straight-through gradient.
+
+    A run never comes here, since the bound forward replaces the stock one; it serves whoever calls ModelOpt's model.
+    """
+    from trtl_rl.recipe.codec import quantise_dequantise
+
+    format = _block_format(quantiser.backend_extra_args)
+    assert format is not None
+    flat = x.detach().reshape(-1, x.shape[-1]).float()
+    rounded = quantise_dequantise(flat, format).reshape(x.shape).to(x.dtype)
+    return cast("Tensor", rounded + (x - x.detach()))

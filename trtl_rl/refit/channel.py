@@ -1,0 +1,56 @@
+"""A shared-memory channel for buckets: the sender packs bytes, the receiver sees tensors without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtl_rl.refit.manifest import Bucket, dtype_name, tensor_bytes
+
+_ALIGN = 64
+
+
+class SharedMemorySender:
+    """Owns a file in memory that grows to the largest bucket; each bucket overwrites the one before."""
+
+    def __init__(self) -> None:
+        directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, name = tempfile.mkstemp(prefix="trtl-rl-", dir=directory)
+        os.close(handle)
+        self.path = Path(name)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, bucket: Bucket) -> dict[str, Any]:
+        """Write a bucket; returns the plain description from which :func:`unpack` finds its tensors."""
+        places, size = [], 0
+        for name, tensor in bucket.tensors.items():
+            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), size])
+            size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        if size > self._buffer.numel():
+            os.truncate(self.path, size)
+            self._buffer = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+        for (_, _, _, start), tensor in zip(places, bucket.tensors.values(), strict=True):
+            self._buffer[start : start + tensor.nbytes].copy_(tensor_bytes(tensor))
+        return {"path": str(self.path), "size": size, "tensors": places}
+
+    def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def unpack(description: Mapping[str, Any]) -> Bucket:
+    """The bucket that was packed, as views of shared memory: valid until the sender packs the next."""
+    buffer = torch.from_file(description["path"], shared=True, size=description["size"], dtype=torch.uint8)
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape, start in description["tensors"]:
+        kind: torch.dtype = getattr(torch, dtype)
+        count = int(torch.Size(shape).numel()) * kind.itemsize
+        tensors[name] = buffer[start : start + count].view(kind).reshape(shape)
+    return Bucket(tensors)

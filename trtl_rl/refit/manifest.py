@@ -1,0 +1,114 @@
+"""What a refit says before it sends: every tensor of a version with its dtype, shape and digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor in the checkpoint's layout: ``dtype`` as torch names it (``float8_e4m3fn``), digest of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole version.
+
+    Attributes:
+        version: The weight version that the engine will be at.
+        coverage: Digest of the expanded recipe; both sides must run the same.
+        tensors: In name order.
+    """
+
+    version: int
+    coverage: str
+    tensors: tuple[TensorEntry, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], version: int, coverage: str) -> Manifest:
+        entries = (
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
+            for name, tensor in sorted(tensors.items())
+        )
+        return cls(version, coverage, tuple(entries))
+
+    @property
+    def digest(self) -> str:
+        """One hash over the tensors' digests in name order."""
+        return joined_digest({entry.name: entry.digest for entry in self.tensors})
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [[entry.name, entry.dtype, list(entry.shape), entry.digest] for entry in self.tensors]
+        return {"version": self.version, "coverage": self.coverage, "tensors": rows}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        entries = (TensorEntry(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in data["tensors"])
+        return cls(data["version"], data["coverage"], tuple(entries))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some of a manifest's tensors; the receiver copies what it keeps."""
+
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    """What a finished refit reports.
+
+    Attributes:
+        digest: Joined digest of the bytes that the engine received.
+        decode_seconds: Time to decode codes into operands.
+    """
+
+    version: int
+    digest: str
+    decode_seconds: float
+
+
+def buckets(tensors: Mapping[str, Tensor], size: int) -> Iterator[Bucket]:
+    """Split tensors into buckets of at most ``size`` bytes, or one tensor where that is larger.
+
+    A weight and its scale are neighbours in name order, but need not share a bucket: the engine loads whole versions.
+    """
+    part: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in sorted(tensors.items()):
+        if part and filled + tensor.nbytes > size:
+            yield Bucket(part)
+            part, filled = {}, 0
+        part[name] = tensor
+        filled += tensor.nbytes
+    if part:
+        yield Bucket(part)
+
+
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8 [n], without a copy when it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy())
+
+
+def joined_digest(digests: Mapping[str, str]) -> str:
+    lines = (f"{name} {digests[name]}" for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,107 @@
+"""What travels between tasks, engine, rewards, buffer and learner: token ids, lengths, versions, rewards.
+
+No logprobs travel for training: ASymPO needs tokens and a reward only (arXiv 2606.03070).
+Masks come from lengths, never from comparing ids with a padding id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a task, tokenised once.
+
+    Attributes:
+        id: Index of the row in the task; stable over epochs and resumes.
+        occurrence: How often the row was drawn before (the epoch).
+        ids: Token ids of the whole prompt.
+        text: The prompt as the model reads it, for rewards and people.
+        columns: Every column of the row, handed to reward functions.
+    """
+
+    id: int
+    occurrence: int
+    ids: list[int]
+    text: str
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: from ``softmax(logits / temperature)``, or the largest logit when ``greedy``."""
+
+    temperature: float
+    max_new_tokens: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """Asks an engine for ``samples`` completions of one prompt, which share one prefill.
+
+    Attributes:
+        id: Unique among the requests of a run.
+        seed: The run's seed, the prompt's id and its occurrence. With the sample's index and the weight version at its
+            first token they fix a completion's random stream.
+        logprobs: Whether sampled-token logprobs come back too (probes only).
+    """
+
+    id: int
+    ids: list[int]
+    samples: int
+    sampling: Sampling
+    seed: tuple[int, int, int]
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    Attributes:
+        request_id, sample: Which request, and which of its samples.
+        ids: The generated ids, with the end-of-sequence id where one was generated.
+        version_first, version_last: Weight versions at the first and the last token.
+        logprobs: Of ``ids`` under ``logits / temperature``; ``None`` unless the request asked for them.
+    """
+
+    request_id: int
+    sample: int
+    ids: list[int]
+    finish_reason: FinishReason
+    version_first: int
+    version_last: int
+    logprobs: list[float] | None = None
+
+
+@dataclass
+class Group:
+    """All completions of one prompt. It is trained on whole, or not at all.
+
+    Attributes:
+        index: Order of the group in the run; batches are filled in this order.
+        version: Weight version when the group was admitted.
+        rewards: One per completion; ``None`` excludes the completion. Empty until scored.
+        components: The same per reward function, before weighting.
+    """
+
+    index: int
+    version: int
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    components: dict[str, list[float | None]] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+
+    def scored(self) -> list[tuple[Completion, float]]:
+        """The completions that count, each with its reward, in sample order."""
+        return [(c, r) for c, r in zip(self.completions, self.rewards, strict=True) if r is not None]
+
+    def has_signal(self) -> bool:
+        """Whether the scored rewards differ: a group of equal rewards has zero advantage everywhere."""
+        return len({reward for _, reward in self.scored()}) > 1

@@ -1,0 +1,186 @@
+"""``Task``: rows become prompts, in an order that is fixed by the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtl_rl.config import RunConfig
+from trtl_rl.errors import UserError
+from trtl_rl.rollout import Prompt
+from trtl_rl.tasks.presets import apply_preset
+from trtl_rl.tasks.rows import Row, Rows, check_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Ids = npt.NDArray[np.int64]
+
+CHECKED_ROWS = 20_000
+_CHUNK = 1000
+_EPOCH, _HELD_OUT = 0, 1  # which permutation; see _permutation
+
+
+class Order:
+    """Which row is drawn when. It holds no position, so a run resumes from an index alone.
+
+    Args:
+        ids: The rows to draw from.
+        seed: Every epoch has its own shuffle, derived from (seed, epoch).
+        shuffle: Without it every epoch goes through ``ids`` as they are.
+    """
+
+    def __init__(self, ids: Ids, seed: int, shuffle: bool) -> None:
+        self._ids = ids
+        self._shuffle = shuffle
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: ids[_permutation(len(ids), seed, epoch, _EPOCH)])
+
+    def at(self, index: int) -> tuple[int, int]:
+        """The ``index``-th draw of the run, from 0: (row id, occurrence); the occurrence is the epoch."""
+        epoch, position = divmod(index, len(self._ids))
+        ids = self._epoch(epoch) if self._shuffle else self._ids
+        return int(ids[position]), epoch
+
+
+class Task:
+    """Makes prompts from rows. A row's id is its index in ``rows``.
+
+    Args:
+        rows: The data; checked again here, so that rows from Python are held to the same rules.
+        config: Its ``task``, ``seed`` and ``evaluation`` matter.
+        tokenizer: Of the model that is trained.
+        max_prompt_tokens: The longest prompt that leaves room for the answer, in tokens.
+
+    Attributes:
+        longest: Tokens of the longest prompt; ``None`` for more than 20 000 rows, which are checked as they are drawn.
+
+    Raises:
+        UserError: a row makes no prompt, or one that is too long; a key of ``task`` cannot act.
+    """
+
+    def __init__(
+        self, rows: Rows, config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    ) -> None:
+        config = apply_preset(config)
+        check_rows(rows, config)
+        self.rows = rows
+        self.config = config.task
+        self.max_prompt_tokens = max_prompt_tokens
+        self._tokenizer: Any = tokenizer
+        self._chat = self._uses_chat_template()
+        permutation = _permutation(len(rows), config.seed, 0, _HELD_OUT)
+        cut = len(rows) - self.config.held_out
+        self._held_out = [int(i) for i in permutation[cut:]]
+        self._trained = np.sort(permutation[:cut])
+        self._prompt = lru_cache(maxsize=1024)(self._make)
+        self.longest = self._check_lengths() if len(rows) <= CHECKED_ROWS else None
+
+    def prompt(self, id: int, occurrence: int) -> Prompt:
+        """Row ``id`` as a prompt. Its ids come from one tokenisation; its text is those ids decoded.
+
+        Raises:
+            UserError: the row makes no prompt, or one that is too long.
+        """
+        ids, text, columns = self._prompt(id)
+        return Prompt(id=id, occurrence=occurrence, ids=list(ids), text=text, columns=dict(columns))
+
+    def order(self, seed: int) -> Order:
+        """The order in which training draws rows; held-out rows are not among them."""
+        return Order(self._trained, seed, self.config.shuffle)
+
+    def held_out_prompts(self, count: int) -> list[Prompt]:
+        """The first ``count`` of the ``task.held_out`` rows that are never trained on; fixed by the run's seed."""
+        assert count <= len(self._held_out), f"{count} held-out prompts asked for, {len(self._held_out)} kept"
+        return [self.prompt(id, 0) for id in self._held_out[:count]]
+
+    def _uses_chat_template(self) -> bool:
+        has_template = bool(self._tokenizer.chat_template)
+        if self.config.chat and not has_template:
+            raise UserError("task.chat is on, but the model's tokenizer has no chat template. Leave task.chat out.")
+        chat = has_template and self.config.chat is not False
+        if self.config.system is not None and not chat:
+            raise UserError("task.system needs a chat template, which is off or missing. Use task.template instead.")
+        if self.config.template is not None and "{prompt}" not in self.config.template:
+            raise UserError("task.template must contain '{prompt}', where the text of the prompt column goes.")
+        return chat
+
+    def _make(self, id: int) -> tuple[list[int], str, Row]:
+        row = self.rows[id]
+        ids = self._tokenise([self._render(id, row)])[0]
+        if not 0 < len(ids) <= self.max_prompt_tokens:
+            raise self._wrong_length(id, len(ids))
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return ids, text, row
+
+    def _check_lengths(self) -> int:
+        longest = 0
+        for start in range(0, len(self.rows), _CHUNK):
+            chunk = range(start, min(start + _CHUNK, len(self.rows)))
+            for id, ids in zip(chunk, self._tokenise([self._render(id, self.rows[id]) for id in chunk]), strict=True):
+                if not 0 < len(ids) <= self.max_prompt_tokens:
+                    raise self._wrong_length(id, len(ids))
+                longest = max(longest, len(ids))
+        return longest
+
+    def _wrong_length(self, id: int, length: int) -> UserError:
+        where = f"Row {id} (from 0) of {self.rows.source}"
+        if length == 0:
+            return UserError(f"{where} makes an empty prompt: remove the row, or add a task.template.")
+        return UserError(
+            f"{where} makes a prompt of {length} tokens, but at most {self.max_prompt_tokens} fit the context beside "
+            "the answer. Shorten or remove the row, lower sampling.max_new_tokens, or raise engine.max_context as far "
+            "as the model allows."
+        )
+
+    def _render(self, id: int, row: Row) -> str:
+        """The text that is tokenised, with the chat template's markers where the model has one."""
+        value = row[self.config.prompt_column]
+        where = f"Row {id} (from 0) of {self.rows.source}: the column '{self.config.prompt_column}'"
+        if isinstance(value, str):
+            text = self.config.template.replace("{prompt}", value) if self.config.template else value
+            if not self._chat:
+                return text
+            messages = [{"role": "user", "content": text}]
+        else:
+            messages = self._messages(value, where)
+        if self.config.system is not None:
+            if messages[0]["role"] == "system":
+                raise UserError(f"{where} has a system message already. Remove it, or leave task.system out.")
+            messages = [{"role": "system", "content": self.config.system}, *messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template refuses roles by raising jinja2's TemplateError
+            raise UserError(f"{where}: the model's chat template refuses these messages: {error}") from None
+
+    def _messages(self, value: Any, where: str) -> list[dict[str, Any]]:
+        items = value if isinstance(value, list) else []
+        if not items or not all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
+            shown = "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+            raise UserError(f"{where} holds {shown}; it must be text, or a list of messages with role and content.")
+        if not self._chat:
+            raise UserError(f"{where} holds chat messages, but the chat template is off or missing. Use plain text.")
+        if self.config.template is not None:
+            raise UserError(f"{where} holds chat messages, which task.template cannot change. Leave task.template out.")
+        if items[-1]["role"] == "assistant":
+            raise UserError(f"{where} ends with an assistant's message: the answer would be shown to the model.")
+        return items
+
+    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        # A chat template writes its own special tokens; to plain text the tokenizer adds those that the model expects.
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _permutation(count: int, seed: int, epoch: int, purpose: int) -> Ids:
+    """A shuffle of ``range(count)`` [count], fixed by its arguments whatever the version of numpy.
+
+    ``Generator.permutation`` may change between versions of numpy; the raw draws of a bit generator may not.
+    """
+    draws = np.random.Philox(np.random.SeedSequence([seed, epoch, purpose])).random_raw(count)
+    return np.argsort(draws, kind="stable").astype(np.int64)
