@@ -39,7 +39,9 @@ def run(
 
 
 @app.command()
-def watch(directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a live or finished run.")]) -> None:
+def watch(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a live or finished run.")],
+) -> None:
     """Show the dashboard of a run."""
     from trtl_rl.cli.watch import watch as show
 

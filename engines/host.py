@@ -43,10 +43,11 @@ class HostedEngine:
         log: File that takes the child's output.
         threads: Threads of the child's GEMMs.
         timeout: Seconds without an answer after which the child counts as hung.
+        refit_timeout: The same for each stage of a refit.
     """
 
-    def __init__(self, log: Path, *, threads: int, timeout: float) -> None:
-        self._log, self._timeout = log, timeout
+    def __init__(self, log: Path, *, threads: int, timeout: float, refit_timeout: float) -> None:
+        self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -120,23 +121,25 @@ class HostedEngine:
             except queue.Empty:
                 self._check()
                 if time.monotonic() > end:
-                    raise self._error(f"The engine answered {len(found)} of {missing} probes in {self._timeout:g} s") from None
+                    raise self._error(
+                        f"The engine answered {len(found)} of {missing} probes in {self._timeout:g} s"
+                    ) from None
         return found
 
     def begin_refit(self, manifest: Manifest) -> None:
-        self._call("begin_refit", manifest=manifest.to_json())
+        self._call("begin_refit", self._refit_timeout, manifest=manifest.to_json())
 
     def write(self, bucket: Bucket) -> None:
         with self._refit_lock:  # the shared memory holds one bucket at a time
-            self._call("write", bucket=self._channel.pack(bucket))
+            self._call("write", self._refit_timeout, bucket=self._channel.pack(bucket))
 
     def finish_refit(self) -> RefitResult:
-        result = RefitResult(**self._call("finish_refit"))
+        result = RefitResult(**self._call("finish_refit", self._refit_timeout))
         self._version = result.version
         return result
 
     def abort_refit(self) -> None:
-        self._call("abort_refit")
+        self._call("abort_refit", self._refit_timeout)
 
     def close(self) -> None:
         """End the child: ask, wait two seconds, kill."""
@@ -153,16 +156,16 @@ class HostedEngine:
     def process_id(self) -> int:
         return self._process.pid
 
-    def _call(self, method: str, **parameters: Any) -> Any:
+    def _call(self, method: str, timeout: float | None = None, /, **parameters: Any) -> Any:
         self._check()
         number = next(self._calls)
         answer: Future[Any] = Future()
         self._answers[number] = answer
         try:
             self._send({"id": number, "method": method, "parameters": parameters})
-            return answer.result(self._timeout)
+            return answer.result(timeout or self._timeout)
         except FutureTimeout:
-            raise self._error(f"The engine did not answer '{method}' within {self._timeout:g} s") from None
+            raise self._error(f"The engine did not answer '{method}' within {timeout or self._timeout:g} s") from None
         except OSError:
             raise self._error("The engine's process is gone") from None
         finally:
@@ -336,6 +339,7 @@ class _Child:
 
 
 def main() -> None:
+    """Serve the trainer over the socket whose number is the first argument, with as many threads as the second says."""
     import traceback
 
     import torch

@@ -202,7 +202,7 @@ def test_the_gsm8k_example_fits_the_published_files(write: Callable[[str, str], 
     rows, rewards = open_rows(config), load_rewards(config.rewards)
     check_columns(rewards, rows.columns)
     prompt = Task(rows, config, tokenizer(), 1000).prompt(0, 0)
-    assert "Problem: How many are 2 and 3?" in prompt.text
+    assert prompt.text.startswith("<s>How many are 2 and 3?")
     texts = ["2 + 3 = 5\n#### 5", "2 + 3 = 6\n#### 6"]
     assert RewardRunner(rewards).score([prompt] * 2, texts, [[1], [2]]).total == [1.0, 0.0]
 

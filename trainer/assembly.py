@@ -46,7 +46,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._engine is not None:
             self._engine.close()
         self._rewards.close()
@@ -65,7 +67,10 @@ class Run:
 
         # The engine's process imports torch while this one imports the rest.
         engine = self._engine = HostedEngine(
-            run_dir / "logs" / "engine.log", threads=c.engine.threads, timeout=c.engine.timeout
+            run_dir / "logs" / "engine.log",
+            threads=c.engine.threads,
+            timeout=c.engine.timeout,
+            refit_timeout=c.refit.timeout,
         )
         steps_of_start = _Progress(self.metrics, "starting", 5)
         import torch
@@ -90,9 +95,7 @@ class Run:
         from trtl_rl.trainer.learner import Learner
 
         loss = make_loss(c.loss)
-        learner = Learner(
-            decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps
-        )
+        learner = Learner(decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps)
         if saved:
             learner.accelerator.load_state(str(found[-1]))
             ledger.load_state_dict(saved["ledger"])
@@ -212,7 +215,8 @@ class Run:
         import torch
         from transformers import AutoModelForCausalLM, logging
 
-        logging.disable_progress_bar()
+        quiet: Any = logging.disable_progress_bar
+        quiet()
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.trainer.source.path, dtype=torch.float32)
         self.trainer.recipe.apply(model)
         return model
@@ -224,14 +228,19 @@ class Run:
         c = self.config
         compiler = find_compiler()
         if c.compile and compiler is None:
-            raise UserError("compile=true needs a C++ compiler (g++ or clang++, or the CXX variable), and none was found.")
+            raise UserError(
+                "compile=true needs a C++ compiler (g++ or clang++, or the CXX variable), and none was found."
+            )
         compiled = compiler is not None if c.compile is None else c.compile
         if not compiled and c.compile is None:
             self.metrics.message(
-                "warning", "No C++ compiler was found: operators run eagerly on both sides, exact but several times slower."
+                "warning",
+                "No C++ compiler was found: operators run eagerly on both sides, exact but several times slower.",
             )
         self._kernels = KernelSet(
-            compiled, backward=True, progress=lambda text, done, total: self.metrics.progress(text, done, total, "units")
+            compiled,
+            backward=True,
+            progress=lambda text, done, total: self.metrics.progress(text, done, total, "units"),
         )
         decoder = TrainableDecoder(model, self._kernels, context)
         if self._kernels.compile_seconds:

@@ -41,12 +41,16 @@ def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], recip
 
 def whole(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if path.suffix != ".partial" and (path / "state.json").exists())
+    return sorted(
+        path for path in directory.glob("step-*") if path.suffix != ".partial" and (path / "state.json").exists()
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """``state.json`` of a checkpoint. Raises UserError when it is of another format."""
     state: dict[str, Any] = json.loads((path / "state.json").read_text())
     if state.get("format") != _FORMAT:
-        raise UserError(f"{path} was written by another version of trtl-rl (format {state.get('format')!r}); it cannot be resumed.")
+        raise UserError(
+            f"{path} was written by another version of trtl-rl (format {state.get('format')!r}); it cannot be resumed."
+        )
     return state

@@ -107,7 +107,9 @@ class Learner:
         return self.decoder.forward(sequences, lengths, self.temperature)[0]
 
     def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> tuple[Tensor, int]:
-        rows = [(i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()]
+        rows = [
+            (i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()
+        ]
         sequences = [[*group.prompt.ids, *completion.ids] for _, group, completion, _ in rows]
         lengths = [len(completion.ids) for _, _, completion, _ in rows]
         logprobs, entropy = self.model(sequences, lengths, self.temperature)

@@ -166,16 +166,18 @@ class Loop:
             tokens, rewarded = counters.tokens, counters.reward_seconds
             counters.tokens, counters.reward_seconds = 0, 0.0
         s.tokens += tokens
-        out.update({
-            "num_tokens": s.tokens,
-            "perf/tokens_per_second": tokens / (end - start),
-            "timing_s/step": end - start,
-            "timing_s/rollout_wait": taken - start,
-            "timing_s/learn": learned - taken,
-            "timing_s/refit": refitted - learned,
-            "timing_s/rewards": rewarded,
-            "timing_s/parity": end - refitted,
-        })
+        out.update(
+            {
+                "num_tokens": s.tokens,
+                "perf/tokens_per_second": tokens / (end - start),
+                "timing_s/step": end - start,
+                "timing_s/rollout_wait": taken - start,
+                "timing_s/learn": learned - taken,
+                "timing_s/refit": refitted - learned,
+                "timing_s/rewards": rewarded,
+                "timing_s/parity": end - refitted,
+            }
+        )
         out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
@@ -200,14 +202,16 @@ class Loop:
         )
         if finish:
             self.engine.resume()
-        out.update({
-            "refit/bytes": report.bytes,
-            "refit/changed_frac": report.changed_frac,
-            "timing_s/refit/quantise": quantised - start,
-            "timing_s/refit/move": report.move,
-            "timing_s/refit/decode": report.decode,
-            "timing_s/refit/finish": report.finish,
-        })
+        out.update(
+            {
+                "refit/bytes": report.bytes,
+                "refit/changed_frac": report.changed_frac,
+                "timing_s/refit/quantise": quantised - start,
+                "timing_s/refit/move": report.move,
+                "timing_s/refit/decode": report.decode,
+                "timing_s/refit/finish": report.finish,
+            }
+        )
 
     def _describe(self, groups: list[Group], out: Accumulator) -> None:
         """Metrics of the batch as it was trained, and one sample for people."""
@@ -249,7 +253,9 @@ class Loop:
                 "learned. Are the prompts too hard or too easy, or is sampling.max_new_tokens too small?",
             )
         if signal and not stepped:
-            self.metrics.message("warning", f"Step {s.step}: the gradient is not finite; the optimizer step was left out.")
+            self.metrics.message(
+                "warning", f"Step {s.step}: the gradient is not finite; the optimizer step was left out."
+            )
         completions = [completion for group in groups for completion, _ in group.scored()]
         cut = sum(completion.finish_reason == "length" for completion in completions) / len(completions)
         if s.step == 1 and cut > 0.5:

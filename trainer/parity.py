@@ -35,7 +35,9 @@ class ParityCheck:
         requests = []
         for prompt in self.prompts[: self.config.prompts]:
             self._asked += 1
-            requests.append(Request(-self._asked, prompt, 4, self.sampling, (self.seed, -self._asked, version), logprobs=True))
+            requests.append(
+                Request(-self._asked, prompt, 4, self.sampling, (self.seed, -self._asked, version), logprobs=True)
+            )
         by_id = {request.id: request for request in requests}
         completions = sorted(self.engine.probe(requests), key=lambda item: (-item.request_id, item.sample))
         ours = self.learner.logprobs([by_id[c.request_id].ids for c in completions], completions)

@@ -149,7 +149,9 @@ class Trainer:
                 f"evaluation.prompts={c.evaluation.prompts} needs as many held-out rows: set task.held_out (now {c.task.held_out})."
             )
         if c.task.held_out >= len(self.rows):
-            raise UserError(f"task.held_out={c.task.held_out} leaves nothing to train on: there are {len(self.rows)} rows.")
+            raise UserError(
+                f"task.held_out={c.task.held_out} leaves nothing to train on: there are {len(self.rows)} rows."
+            )
         if c.evaluation.prompts:
             from trtl_rl.config import RewardConfig
 

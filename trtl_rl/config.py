@@ -53,7 +53,9 @@ class EngineConfig(Part):
     """The rollout engine."""
 
     backend: Literal["torch"] = "torch"
-    slots: Count | None = Field(None, description="Completions generated at once; default: what is in flight, at most 256.")
+    slots: Count | None = Field(
+        None, description="Completions generated at once; default: what is in flight, at most 256."
+    )
     max_context: Count | None = Field(None, description="Longest prompt plus answer; default: what the run needs.")
     threads: Count = Field(1, description="Threads of the engine's process.")
     timeout: Positive = Field(600.0, description="Seconds without an answer after which the engine counts as hung.")
@@ -88,6 +90,8 @@ class SamplingConfig(Part):
 
 
 class BatchConfig(Part):
+    """What one update trains on."""
+
     prompts: Count = Field(32, description="Groups in one update.")
     group_size: Annotated[int, Field(ge=2)] = Field(8, description="Completions of a prompt.")
 
@@ -109,6 +113,8 @@ class OptimizerConfig(Part):
 
 
 class BufferConfig(Part):
+    """How far rollouts may run ahead of the learner."""
+
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         1, description="Weight versions between a group's start and its update; 0 is the synchronous mode."
     )
@@ -118,12 +124,16 @@ class BufferConfig(Part):
 
 
 class RefitConfig(Part):
+    """How new weights travel to the engine."""
+
     mode: Literal["full"] = "full"
     bucket_bytes: Count = Field(64 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")
 
 
 class CheckpointConfig(Part):
+    """When to save, and how many to keep."""
+
     every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between checkpoints; 0: at the end only.")
     keep: Count = 2
 
@@ -146,9 +156,13 @@ class ParityConfig(Part):
 
 
 class EvaluationConfig(Part):
+    """Held-out prompts, answered greedily and sampled."""
+
     every: Annotated[int, Field(ge=0)] = Field(0, description="Updates between evaluations; 0: start and end only.")
     prompts: Annotated[int, Field(ge=0)] = Field(0, description="Held-out prompts to evaluate on; 0: none.")
-    scorer: str = Field("exact_match", description="The evaluation target: a reward function, but never the reward itself.")
+    scorer: str = Field(
+        "exact_match", description="The evaluation target: a reward function, but never the reward itself."
+    )
 
 
 class RunConfig(Part):
@@ -184,7 +198,9 @@ class RunConfig(Part):
         return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
-def load_config(path: Path | str | None, overrides: list[str] | None = None, base: dict[str, Any] | None = None) -> RunConfig:
+def load_config(
+    path: Path | str | None, overrides: list[str] | None = None, base: dict[str, Any] | None = None
+) -> RunConfig:
     """Read a configuration and apply ``key=value`` overrides; values are YAML.
 
     Raises:

@@ -46,10 +46,10 @@ class Accumulator:
         """Add ``value``, a sum over ``count`` items, to the metric ``name``."""
         total, seen, known = self._values.get(name, (0.0, 0.0, how))
         assert known == how, f"{name} is reduced both by {known} and by {how}"
-        if how == "max":
-            total = value if seen == 0 else max(total, value)
+        if how == "max" and seen > 0:  # noqa: SIM108 - three cases read better than nested ternaries
+            total = max(total, value)
         else:
-            total = value if how == "last" else total + value
+            total = total + value if how in ("mean", "sum") else value
         self._values[name] = (total, seen + count, how)
 
     def update(self, values: Mapping[str, float]) -> None:

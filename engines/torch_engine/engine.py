@@ -226,7 +226,11 @@ class TorchEngine:
         logprobs = None
         if state.wants_logprobs[slots].any():
             fill = logits.shape[0] - n
-            inputs = [logits, torch.nn.functional.pad(tokens, (0, fill)), torch.nn.functional.pad(temperature, (0, fill), value=1.0)]
+            inputs = [
+                logits,
+                torch.nn.functional.pad(tokens, (0, fill)),
+                torch.nn.functional.pad(temperature, (0, fill), value=1.0),
+            ]
             logprobs = self.weights.head_units.logprob(inputs)[0][:n].numpy()
         drawn = tokens.numpy()
         state.append(slots, drawn, logprobs)

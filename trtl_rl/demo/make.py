@@ -34,7 +34,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    make: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = make(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
+    return fast
 
 
 def make_model(vocabulary: int) -> Qwen3ForCausalLM:
@@ -56,10 +58,12 @@ def make_model(vocabulary: int) -> Qwen3ForCausalLM:
         eos_token_id=1,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config).float()
+    return Qwen3ForCausalLM(config)
 
 
-def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int = STEPS, seed: int = SEED) -> float:
+def warm_start(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int = STEPS, seed: int = SEED
+) -> float:
     """Train on prompts and answers for a short time; returns the last loss (nats per answer token)."""
     import torch
     import torch.nn.functional as F
@@ -80,7 +84,7 @@ def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, step
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, label_smoothing=SMOOTHING)
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * (1 - step / steps)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return float(loss)
@@ -100,7 +104,9 @@ def make(directory: Path) -> None:
     generation: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     size = sum(path.stat().st_size for path in directory.iterdir())
-    print(f"{directory}: {sum(p.numel() for p in model.parameters()):,} parameters, {size:,} bytes, last loss {loss:.3f}")
+    print(
+        f"{directory}: {sum(p.numel() for p in model.parameters()):,} parameters, {size:,} bytes, last loss {loss:.3f}"
+    )
 
 
 if __name__ == "__main__":

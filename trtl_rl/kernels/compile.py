@@ -46,13 +46,16 @@ def compile_units(jobs: Sequence[Job], workers: int | None = None) -> Iterator[P
                     yield Path(line[5:].decode().strip())
             error = process.stderr.read().decode()
             if process.wait() != 0 or not all(path.exists() for _, _, path in share):
-                raise RuntimeError(f"An operator did not compile; run with compile=false to go on without.\n{error[-4000:]}")
+                raise RuntimeError(
+                    f"An operator did not compile; run with compile=false to go on without.\n{error[-4000:]}"
+                )
     finally:
         for process in running:
             process.kill()
 
 
 def main() -> None:
+    """Compile the jobs that stdin holds, one after another."""
     jobs: list[Job] = pickle.load(sys.stdin.buffer)
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what the compiler prints must not mix with the answers

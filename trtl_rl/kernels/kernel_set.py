@@ -45,6 +45,8 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class HeadUnits:
+    """The units after the last layer: final norm with head, and logprobs."""
+
     head: Run
     logprob: Run
 
@@ -145,18 +147,16 @@ class KernelSet:
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
             # A package reads memory by the strides of its example: everything must be contiguous.
-            return loader.run([x if x.is_contiguous() else x.contiguous() for x in inputs])  # type: ignore[no-any-return]
+            return loader.run([x if x.is_contiguous() else x.contiguous() for x in inputs])
 
         return run
 
     def _compile(self, jobs: Sequence[tuple[type[units.Unit], LayerSpec | HeadSpec]]) -> None:
         from trtl_rl.kernels.compile import compile_units
 
-        done = 0
         self._progress("compiling operators", 0, len(jobs))
         work = [(unit.__name__, kind, self._path(unit, kind)) for unit, kind in jobs]
-        for _ in compile_units(work):
-            done += 1
+        for done, _ in enumerate(compile_units(work), 1):
             self._progress("compiling operators", done, len(jobs))
 
     def _check_invariance(self, unit: type[units.Unit], kind: Any) -> None:

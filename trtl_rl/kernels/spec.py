@@ -74,6 +74,8 @@ def fuse(parts: list[tuple[int, LinearFormat, bool]], in_features: int) -> tuple
             last = specs[-1]
             specs[-1] = LinearSpec(in_features, (*last.out_features, n), last.format, bias)
         else:
-            specs.append(LinearSpec(in_features, (n,), LinearFormat(None, format.activation, format.dgrad, format.wgrad), bias))
+            specs.append(
+                LinearSpec(in_features, (n,), LinearFormat(None, format.activation, format.dgrad, format.wgrad), bias)
+            )
             keys.append(key)
     return tuple(specs)

@@ -25,6 +25,7 @@ from trtl_rl.recipe.recipe import expand
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 def describe(model: PreTrainedModel) -> DecoderDescription:
     """Read sizes, rope and quantisers off a (quantised) model."""
     config: Any = model.config
@@ -39,7 +40,7 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
         kv_heads=config.num_key_value_heads,
         head_dim=modules["q_proj"].out_features // config.num_attention_heads,
         intermediate=config.intermediate_size,
-        vocab=model.lm_head.out_features,  # type: ignore[operator, union-attr, arg-type]
+        vocab=model.lm_head.out_features,
         eps=config.rms_norm_eps,
         qk_norm=hasattr(layer.self_attn, "q_norm"),
         biases=tuple(role for role, module in modules.items() if module.bias is not None),
@@ -67,11 +68,11 @@ class TrainableDecoder:
         self.rope = RopeTables(self.description.inverse_frequencies, self.description.attention_scaling, context)
         self.context = context
         self.padding = model.model.embed_tokens.padding_idx
-        for layer, module in zip(self.weights.layers, model.model.layers, strict=True):  # type: ignore[arg-type]
+        for layer, module in zip(self.weights.layers, model.model.layers, strict=True):
             _attach(layer, module)
         self.parameters = dict(model.named_parameters())
         self.snapshot: dict[str, Tensor] = {}
-        model.forward = self.forward  # type: ignore[assignment]
+        model.forward = self.forward
 
     @torch.no_grad()
     def refresh(self, version: int) -> dict[str, Tensor]:
@@ -98,7 +99,9 @@ class TrainableDecoder:
                 tensors[spec.name + SCALE_SUFFIX] = scale
                 finite = scale.isfinite().all()
             if not finite:
-                raise FloatingPointError(f"{spec.name} holds NaN or infinite values; the last whole checkpoint is kept.")
+                raise FloatingPointError(
+                    f"{spec.name} holds NaN or infinite values; the last whole checkpoint is kept."
+                )
         self.weights.load(tensors)
         self.weights.version = version
         self.snapshot = tensors
@@ -118,7 +121,11 @@ class TrainableDecoder:
             logprob and entropy, each [sum of answer_lengths] float32, response after response.
         """
         assert self.weights.version >= 0, "refresh() comes first"
-        ids, owner, position, chosen, targets = [], [], [], [], []
+        ids: list[int] = []
+        owner: list[int] = []
+        position: list[int] = []
+        chosen: list[int] = []  # rows whose next token is an answer token
+        targets: list[int] = []
         for i, (sequence, answer) in enumerate(zip(sequences, answer_lengths, strict=True)):
             start, n = len(ids), len(sequence) - 1  # the last token predicts nothing that is trained on
             ids += sequence[:n]

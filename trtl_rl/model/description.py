@@ -61,7 +61,9 @@ class DecoderDescription:
         """What the kernels of one layer are specialised for."""
         formats = {item.name: item.format for item in self.coverage.linears}
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = dict(zip(LINEARS, (q, kv, kv, self.hidden, self.intermediate, self.intermediate, self.hidden), strict=True))
+        sizes = dict(
+            zip(LINEARS, (q, kv, kv, self.hidden, self.intermediate, self.intermediate, self.hidden), strict=True)
+        )
 
         def part(role: str) -> tuple[int, LinearFormat, bool]:
             return sizes[role], formats[self.linear_name(layer, role)], role in self.biases

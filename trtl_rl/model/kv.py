@@ -97,4 +97,5 @@ class KeyValueBuffers:
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not below ``n``."""
     return -(-n // multiple) * multiple

@@ -55,11 +55,15 @@ def find_model(name: str) -> ModelSource:
 def _download(name: str) -> Path:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_like_path:
-        raise UserError(f"There is no model '{name}': neither a directory nor a hub name such as Qwen/Qwen3-0.6B, nor '{DEMO}'.")
+        raise UserError(
+            f"There is no model '{name}': neither a directory nor a hub name such as Qwen/Qwen3-0.6B, nor '{DEMO}'."
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"There is no directory '{name}', and the hub does not give a model of that name: {reason}") from None
+        raise UserError(
+            f"There is no directory '{name}', and the hub does not give a model of that name: {reason}"
+        ) from None

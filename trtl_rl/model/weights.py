@@ -16,7 +16,7 @@ from trtl_rl.kernels.kernel_set import HeadUnits, KernelSet, LayerUnits
 from trtl_rl.kernels.spec import LayerSpec, LinearSpec
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.recipe.codec import decode, encode
-from trtl_rl.recipe.coverage import CoveredLinear, Coverage
+from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.formats import BlockFormat
 
 SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight_scale_inv

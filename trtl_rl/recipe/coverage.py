@@ -58,14 +58,17 @@ class Coverage:
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
-            {"name": i.name, "shape": list(i.shape), "format": i.format.to_json(), "reason": i.reason} for i in self.linears
+            {"name": i.name, "shape": list(i.shape), "format": i.format.to_json(), "reason": i.reason}
+            for i in self.linears
         ]
 
     @classmethod
     def from_json(cls, data: list[dict[str, Any]]) -> Coverage:
         return cls(
             tuple(
-                CoveredLinear(i["name"], (i["shape"][0], i["shape"][1]), LinearFormat.from_json(i["format"]), i["reason"])
+                CoveredLinear(
+                    i["name"], (i["shape"][0], i["shape"][1]), LinearFormat.from_json(i["format"]), i["reason"]
+                )
                 for i in data
             )
         )

@@ -44,7 +44,9 @@ class LinearFormat:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LinearFormat:
         def block(value: dict[str, Any] | None) -> BlockFormat | None:
-            return BlockFormat((value["block"][0], value["block"][1]), value["scale"], value["round"]) if value else None
+            return (
+                BlockFormat((value["block"][0], value["block"][1]), value["scale"], value["round"]) if value else None
+            )
 
         return cls(block(data["weight"]), block(data["activation"]), data["dgrad"], data["wgrad"])
 

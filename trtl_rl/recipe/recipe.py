@@ -12,12 +12,12 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trtl_rl.errors import UserError, nearest
-from trtl_rl.recipe.coverage import CoveredLinear, Coverage
+from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.formats import HIGH_PRECISION, BlockFormat, LinearFormat
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Recipe:
                 file.write(self.text)
                 file.flush()
                 try:
-                    quantize: Any = load_recipe(file.name).quantize  # type: ignore[attr-defined]
+                    quantize: Any = load_recipe(file.name).quantize
                 except Exception as error:
                     raise UserError(f"ModelOpt refuses recipe {self.name}: {error}") from None
                 if quantize.algorithm is not None:
@@ -202,4 +202,4 @@ def _backend(x: Tensor, quantiser: Any) -> Tensor:
     assert format is not None
     flat = x.detach().reshape(-1, x.shape[-1]).float()
     rounded = quantise_dequantise(flat, format).reshape(x.shape).to(x.dtype)
-    return cast("Tensor", rounded + (x - x.detach()))
+    return rounded + (x - x.detach())

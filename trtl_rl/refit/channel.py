@@ -29,9 +29,10 @@ class SharedMemorySender:
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
         """Write a bucket; returns the plain description from which :func:`unpack` finds its tensors."""
-        places, size = [], 0
+        places: list[tuple[str, str, list[int], int]] = []
+        size = 0
         for name, tensor in bucket.tensors.items():
-            places.append([name, dtype_name(tensor.dtype), list(tensor.shape), size])
+            places.append((name, dtype_name(tensor.dtype), list(tensor.shape), size))
             size += -(-tensor.nbytes // _ALIGN) * _ALIGN
         if size > self._buffer.numel():
             os.truncate(self.path, size)

@@ -102,13 +102,16 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy())
+    """Hash of a tensor's bytes in row-major order."""
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
 
 
 def joined_digest(digests: Mapping[str, str]) -> str:
+    """One hash for a whole version: the tensors' digests in name order."""
     lines = (f"{name} {digests[name]}" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """``float8_e4m3fn``, ``bfloat16`` and so on."""
     return str(dtype).removeprefix("torch.")

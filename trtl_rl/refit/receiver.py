@@ -1,4 +1,6 @@
-"""The engine's side of a refit: ``begin → write* → finish``, or ``abort``; wholly at a version, or refusing to generate.
+"""The engine's side of a refit: ``begin → write* → finish``, or ``abort``.
+
+The engine is wholly at one version, or refuses to generate.
 
 ==========  =====================  =============================================
 state       may be followed by     generates
@@ -110,7 +112,8 @@ class RefitReceiver:
         if name in self._staged:
             raise RefitError(f"{name} arrived twice.")
         if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
-            raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {tensor.dtype} {list(tensor.shape)}.")
+            arrived = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {arrived}.")
         copy = tensor.clone(memory_format=torch.contiguous_format)
         digest = tensor_digest(copy)
         if digest != entry.digest:

@@ -62,7 +62,9 @@ def send(
         target.abort_refit()
         raise
     if result.digest != manifest.digest or result.version != version:
-        raise RefitError(f"After the refit the engine reports version {result.version} with another digest than version {version}.")
+        raise RefitError(
+            f"After the refit to version {version} the engine is at {result.version}, or its digest differs."
+        )
     total = sum(tensor.nbytes for tensor in tensors.values())
     changed = total
     if previous is not None:

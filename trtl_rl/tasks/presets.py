@@ -8,16 +8,12 @@ from typing import Any
 from trtl_rl.config import RewardConfig, RunConfig
 from trtl_rl.errors import UserError, nearest
 
-# The worked example gives small models the form to imitate; its last line shows where the answer stands.
+# The instruction comes last and asks for short sentences, so that small models reach the mark before they are cut off.
 GSM8K_TEMPLATE = """\
-Solve the problem. Think step by step in short sentences, then write the final number on a line of its own after '####'.
+{prompt}
 
-Problem: Tom has 3 boxes with 4 pens each. He gives away 5 pens. How many pens are left?
-Answer: Tom has 3 * 4 = 12 pens. After giving away 5 pens he has 12 - 5 = 7 pens.
-#### 7
-
-Problem: {prompt}
-Answer:"""
+Think step by step in at most four short sentences. \
+Then end with a last line that has '#### ' and the final number, for example '#### 42'."""
 
 
 @dataclass(frozen=True)
