@@ -23,7 +23,7 @@ def run(settings: list[str], resume: Path | None) -> int:
     def interrupted(number: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
-        if presses > 1 or (number == signal.SIGTERM and presses > 1):
+        if presses > 1:
             raise KeyboardInterrupt
         trainer.stop()
 
@@ -58,4 +58,5 @@ def _configuration(settings: list[str], resume: Path | None) -> RunConfig:
 
 def _names_own_work(settings: list[str]) -> bool:
     """Whether the command line names a model or data: then the demo's settings do not apply."""
-    return any(text.split("=")[0] in ("model", "data") and text.split("=", 1)[1] != "demo" for text in settings)
+    pairs = [text.partition("=") for text in settings]
+    return any(key in ("model", "data") and value != "demo" for key, _, value in pairs)

@@ -28,7 +28,12 @@ class RolloutEngine(Protocol):
         """The linears that the engine really runs, and the format of each."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises UserError for a prompt that is empty or longer than the context allows."""
+        """Queue requests. All are refused, or none.
+
+        Raises:
+            UserError: a prompt is empty or longer than the context allows.
+            EngineError: there are no weights, or a failed refit left none that are whole.
+        """
 
     def poll(self, timeout: float) -> list[Completion]:
         """Completions finished since the last call; waits up to ``timeout`` seconds for the first."""

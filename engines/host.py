@@ -2,16 +2,18 @@
 
 What crosses is plain: JSON messages over a socket pair, weights through shared memory. The child is started by module
 name, so a user's script needs no ``__main__`` guard. Every call has a time limit, and a dead or silent child raises with
-the last lines of its own log.
+the last lines of its own log: between steps and when it has nothing to do, a child says every second that it lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
 from trtl_rl.rollout import Completion, Request
 
 _ERRORS = {"UserError": UserError, "RefitError": RefitError}
+_HEARTBEAT = 1.0  # seconds
 
 
 class HostedEngine:
@@ -49,7 +52,10 @@ class HostedEngine:
     def __init__(self, log: Path, *, threads: int, timeout: float, refit_timeout: float) -> None:
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        # A hung child does not read: a message that fills the socket must fail too, not block its caller for ever.
+        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
@@ -62,7 +68,7 @@ class HostedEngine:
                 start_new_session=True,  # Ctrl-C reaches the trainer only, which ends the child in order
             )
         theirs.close()
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(os.dup(self._socket.fileno()))
         self._send_lock, self._refit_lock = threading.Lock(), threading.RLock()
         self._answers: dict[int, Future[Any]] = {}
         self._calls = itertools.count()
@@ -71,8 +77,10 @@ class HostedEngine:
         self._channel = SharedMemorySender()
         self._version = -1
         self._failure: str | None = None
+        self._heard = time.monotonic()
         self.busy_seconds = 0.0  # time that the child spent generating, as it reports
-        threading.Thread(target=self._read, name="engine-reader", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
+        self._reader.start()
 
     def configure(self, description: dict[str, Any], kernels: str, compiled: bool, **limits: Any) -> None:
         """Build the engine in the child: decoder, kernels (their identity must match), slots and limits."""
@@ -98,6 +106,7 @@ class HostedEngine:
             done = []
         if not done:
             self._check()
+            self._check_heard()
         return done
 
     def cancel(self, ids: Sequence[int]) -> None:
@@ -118,11 +127,12 @@ class HostedEngine:
         while len(found) < missing:
             try:
                 found += self._probes.get(timeout=1.0)
+                end = time.monotonic() + self._timeout
             except queue.Empty:
                 self._check()
                 if time.monotonic() > end:
                     raise self._error(
-                        f"The engine answered {len(found)} of {missing} probes in {self._timeout:g} s"
+                        f"The engine answered {len(found)} of {missing} probes, and then none for {self._timeout:g} s"
                     ) from None
         return found
 
@@ -142,14 +152,18 @@ class HostedEngine:
         self._call("abort_refit", self._refit_timeout)
 
     def close(self) -> None:
-        """End the child: ask, wait two seconds, kill."""
-        if self._process.poll() is None:
-            try:
-                self._send({"id": -1, "method": "close"})
-                self._process.wait(2.0)
-            except (OSError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
+        """End the child: hang up, wait two seconds, kill. Safe to call twice."""
+        self._failure = self._failure or "it was closed"
+        with contextlib.suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._connection.close()
+        self._socket.close()
         self._channel.close()
 
     @property
@@ -157,15 +171,15 @@ class HostedEngine:
         return self._process.pid
 
     def _call(self, method: str, timeout: float | None = None, /, **parameters: Any) -> Any:
-        self._check()
+        limit = timeout or self._timeout
         number = next(self._calls)
         answer: Future[Any] = Future()
         self._answers[number] = answer
         try:
             self._send({"id": number, "method": method, "parameters": parameters})
-            return answer.result(timeout or self._timeout)
-        except FutureTimeout:
-            raise self._error(f"The engine did not answer '{method}' within {timeout or self._timeout:g} s") from None
+            return answer.result(limit)
+        except (FutureTimeout, BlockingIOError):
+            raise self._error(f"The engine did not answer '{method}' within {limit:g} s") from None
         except OSError:
             raise self._error("The engine's process is gone") from None
         finally:
@@ -174,13 +188,19 @@ class HostedEngine:
     def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
         with self._send_lock:
-            self._connection.send_bytes(data)
+            self._check()
+            try:
+                self._connection.send_bytes(data)
+            except BlockingIOError:  # the socket stayed full; a part of the message is in it, so nothing may follow
+                self._failure = self._failure or "it stopped reading"
+                raise
 
     def _read(self) -> None:
         """Hand answers to their callers and completions to their queues, until the child is gone."""
         try:
             while True:
                 message = json.loads(self._connection.recv_bytes())
+                self._heard = time.monotonic()
                 if "completions" in message:
                     self.busy_seconds = message["busy_seconds"]
                     done = [Completion(**fields) for fields in message["completions"]]
@@ -215,6 +235,12 @@ class HostedEngine:
         if self._failure is not None:
             raise self._error("The engine died")
 
+    def _check_heard(self) -> None:
+        if time.monotonic() - self._heard > self._timeout:
+            time.sleep(_HEARTBEAT)  # if this process was stopped itself, what the child said meanwhile is yet to be read
+            if time.monotonic() - self._heard > self._timeout:
+                raise self._error(f"The engine was silent for {self._timeout:g} s")
+
     def _error(self, text: str) -> EngineError:
         tail = ""
         if self._log.exists():
@@ -233,28 +259,28 @@ class _Child:
         self._engine: TorchEngine | None = None
         self._waiting_pause: list[int] = []
         self._busy = 0.0
+        self._sent = 0.0
 
     def serve(self) -> None:
+        """Until the trainer hangs up, which ends this with EOFError."""
         while True:
-            working = self._engine is not None and self._engine.has_work()
-            while self._connection.poll(0 if working else None):
-                message = json.loads(self._connection.recv_bytes())
-                if message["method"] == "close":
-                    return
-                self._handle(message)
-                working = self._engine is not None and self._engine.has_work()
-            self._step()
+            engine = self._engine
+            working = engine is not None and engine.has_work()
+            if self._connection.poll(0 if working else _HEARTBEAT):
+                self._handle(json.loads(self._connection.recv_bytes()))
+            elif engine is not None and working:
+                start = time.perf_counter()
+                engine.step()
+                self._busy += time.perf_counter() - start
+            self._report()
 
-    def _step(self) -> None:
+    def _report(self) -> None:
+        """Say what has finished, or from time to time just that this lives."""
         engine = self._engine
-        assert engine is not None
-        start = time.perf_counter()
-        engine.step()
-        self._busy += time.perf_counter() - start
-        done = engine.take_done()
-        if done:
+        done = engine.take_done() if engine is not None else []
+        if done or time.monotonic() - self._sent > _HEARTBEAT:
             self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": self._busy})
-        if self._waiting_pause and engine.unfinished == 0:
+        if engine is not None and self._waiting_pause and engine.unfinished == 0:
             engine.pause("continue")
             for number in self._waiting_pause:
                 self._send({"id": number, "result": None})
@@ -272,9 +298,6 @@ class _Child:
             self._send({"id": number, "error": type(error).__name__, "text": str(error)})
             return
         self._send({"id": number, "result": result})
-        done = self._engine.take_done() if self._engine else []
-        if done:
-            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": self._busy})
 
     def _do_configure(
         self, description: dict[str, Any], kernels: str, compiled: bool, slots: int, context: int, stop_ids: list[int]
@@ -336,6 +359,7 @@ class _Child:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._connection.send_bytes(json.dumps(message).encode())
+        self._sent = time.monotonic()
 
 
 def main() -> None:

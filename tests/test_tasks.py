@@ -203,8 +203,9 @@ def test_the_gsm8k_example_fits_the_published_files(write: Callable[[str, str], 
     check_columns(rewards, rows.columns)
     prompt = Task(rows, config, tokenizer(), 1000).prompt(0, 0)
     assert prompt.text.startswith("<s>How many are 2 and 3?")
-    texts = ["2 + 3 = 5\n#### 5", "2 + 3 = 6\n#### 6"]
-    assert RewardRunner(rewards).score([prompt] * 2, texts, [[1], [2]]).total == [1.0, 0.0]
+    texts = ["2 + 3 = 5\n#### 5", "2 + 3 = 6\n#### 6", "It is 5."]
+    scored = RewardRunner(rewards).score([prompt] * 3, texts, [[1], [2], [3]])
+    assert scored.components == {"math_answer": [1.0, 0.0, 1.0], "format_match": [1.0, 1.0, 0.0]}
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

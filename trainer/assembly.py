@@ -41,6 +41,7 @@ class Run:
         self._engine: HostedEngine | None = None
         self._rewards = RewardRunner(trainer.rewards)
         self._loop: Loop | None = None
+        self._worker: RolloutWorker | None = None
         self._stopped = False
 
     def __enter__(self) -> Run:
@@ -51,9 +52,13 @@ class Run:
     ) -> None:
         if self._engine is not None:
             self._engine.close()
+        if self._worker is not None:
+            self._worker.stop(timeout=2.0)  # it may be inside a reward function that hangs
         self._rewards.close()
 
     def stop(self) -> None:
+        if not self._stopped:
+            self.metrics.message("info", "Stopping: the step under way is finished and saved first.")
         self._stopped = True
         if self._loop is not None:
             self._loop.stop = True
@@ -61,8 +66,6 @@ class Run:
     def train(self) -> TrainResult:
         c, run_dir = self.config, self.trainer.run_dir
         found = checkpoint.whole(run_dir / "checkpoints") if self.trainer.resume else []
-        if self.trainer.resume and not found:
-            raise UserError(f"{run_dir} has no whole checkpoint to resume from; start it again with another run_dir.")
         saved = checkpoint.read_state(found[-1]) if found else {}
 
         # The engine's process imports torch while this one imports the rest.
@@ -99,7 +102,8 @@ class Run:
         if saved:
             learner.accelerator.load_state(str(found[-1]))
             ledger.load_state_dict(saved["ledger"])
-            self.state = RunState(**saved["run"])
+            # Whoever resumes a run that ended without signal has changed something, and gets as many steps again.
+            self.state = RunState(**{**saved["run"], "no_signal": 0})
         first = self.state.step
         decoder.refresh(first)
         steps_of_start.next()
@@ -109,7 +113,7 @@ class Run:
         buffer = GroupBuffer(c.batch.prompts, c.buffer.max_staleness, first)
         decode = make_decode(tokenizer)
         sampling = Sampling(c.sampling.temperature, c.sampling.max_new_tokens)
-        worker = RolloutWorker(
+        worker = self._worker = RolloutWorker(
             engine,
             task,
             self._rewards,
@@ -151,8 +155,7 @@ class Run:
                 "step": state.step,
                 "run": vars(state),
                 "ledger": ledger.state_dict(),
-                "next_index": worker.next_index,
-                "untrained": [group.index for group in buffer.untrained()],
+                **worker.position(),
             }
             checkpoint.save(
                 run_dir / "checkpoints", learner.accelerator, values, self.trainer.recipe.text, c.checkpoint.keep
@@ -161,7 +164,7 @@ class Run:
             self.metrics.progress("checkpoint", 1, 1)
 
         self._describe(decoder, parameters, first)
-        if not saved:
+        if not saved and not self._stopped:
             evaluate(0)
         loop = self._loop = Loop(
             c,

@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
-
-from accelerate import Accelerator
+from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _FORMAT = 1
 

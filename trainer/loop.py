@@ -97,7 +97,8 @@ class Loop:
     def run(self) -> str:
         """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``."""
         reason = self._ended()
-        self.worker.start()
+        if reason is None:
+            self.worker.start()
         while reason is None:
             groups = self._next_batch()
             if groups is None:

@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.errors import RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
@@ -20,6 +21,8 @@ from trtl_rl.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+DISCARD_LIMIT = 32  # so many groups in a row without two scored samples end the run
 
 
 @dataclass
@@ -66,16 +69,25 @@ class RolloutWorker:
         self._again = deque(again)
         self._order = task.order(seed)
         self._open: dict[int, Group] = {}
+        self._discards = 0
+        self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread; unfinished requests are cancelled."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End the thread, if it was started, and wait for it at most ``timeout`` seconds; open requests are cancelled."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint keeps: ``next_index``, and the indices before it that are ``untrained``."""
+        with self._lock:
+            waiting = [group.index for group in self.buffer.untrained()]
+            return {"next_index": self.next_index, "untrained": sorted([*self._again, *waiting])}
 
     def _run(self) -> None:
         try:
@@ -93,11 +105,14 @@ class RolloutWorker:
     def _submit(self) -> None:
         requests = []
         for _ in range(self.buffer.room()):
-            index = self._again.popleft() if self._again else self.next_index
-            self.next_index = max(self.next_index, index + 1)
-            id, occurrence = self._order.at(index)
-            group = Group(index, -1, self.task.prompt(id, occurrence))
-            self.buffer.start(group)
+            with self._lock:
+                index = self._again[0] if self._again else self.next_index
+                id, occurrence = self._order.at(index)
+                group = Group(index, -1, self.task.prompt(id, occurrence))
+                self.buffer.start(group)
+                if self._again:
+                    self._again.popleft()
+                self.next_index = max(self.next_index, index + 1)
             self._open[index] = group
             seed = (self.seed, id, occurrence)
             requests.append(
@@ -142,8 +157,20 @@ class RolloutWorker:
             if len(group.scored()) < 2:
                 self.ledger.waste("failed", self.search_flops(group))
                 self.buffer.discard(group, "fewer than two scored samples")
+                self._discards += 1
+                self._check_discards(group)
             else:
+                self._discards = 0
                 self.buffer.complete(group)
+
+    def _check_discards(self, group: Group) -> None:
+        """A reward that scores nothing would let the engine generate for ever without a batch."""
+        if self._discards >= DISCARD_LIMIT:
+            silent = [name for name, values in group.components.items() if None in values]
+            raise RewardError(
+                f"{self._discards} groups in a row had fewer than two scored samples: {', '.join(silent)} returned None, "
+                f"last for prompt {group.prompt.id}. Can the reward judge this data?"
+            )
 
     def _charge(self, group: Group) -> None:
         self.ledger.add("search", self.search_flops(group))

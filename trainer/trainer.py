@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trtl_rl.config import RunConfig
+from trtl_rl.config import RewardConfig, RunConfig
 from trtl_rl.errors import EngineError, UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model
@@ -19,6 +20,7 @@ from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rew
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, check_rows, open_rows
+from trtl_rl.trainer import checkpoint
 
 if TYPE_CHECKING:
     from trtl_rl.trainer.assembly import Run
@@ -81,13 +83,16 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         config = args or RunConfig()
+        self._resume_by = "trtl-rl run --resume {run_dir}"
+        if train_dataset is not None or reward_funcs is not None:
+            self._resume_by = "the same Trainer(...) with run_dir='{run_dir}' in its args, and resume=True"
         if model is not None:
             config = config.model_copy(update={"model": model})
         if train_dataset is not None:
             config = config.model_copy(update={"data": "(given to Trainer)"})
         self.config = apply_preset(config)
         self.recipe = Recipe.load(self.config.recipe)
-        self.run_dir = _run_directory(self.config, resume)
+        self.run_dir = _run_directory(self.config, resume, self._resume_by)
         self.source: ModelSource = find_model(self.config.model)
         _check_architecture(self.source)
         self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
@@ -95,8 +100,10 @@ class Trainer:
         if reward_funcs is None:
             self.rewards = load_rewards(self.config.rewards)
         else:
-            functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-            self.rewards = [Reward(getattr(f, "__name__", type(f).__name__), f) for f in functions]
+            self.rewards = _named([reward_funcs] if callable(reward_funcs) else list(reward_funcs))
+            # So that the run's config.yaml does not claim another reward.
+            given = [RewardConfig(name=f"({reward.name}, given to Trainer)") for reward in self.rewards]
+            self.config = self.config.model_copy(update={"rewards": given})
         check_columns(self.rewards, self.rows.columns)
         self._check_evaluation()
         self.resume = resume
@@ -126,6 +133,8 @@ class Trainer:
                 text = f"{type(error).__name__}: {error}"
             step = self._run.state.step if self._run is not None else 0
             metrics.write("end", status="failed", step=step, text=text)
+            if isinstance(error, UserError) and not self.resume and step == 0:
+                shutil.rmtree(self.run_dir)  # was empty or absent: the corrected command shall find it so
             raise
         finally:
             self._run = None
@@ -138,8 +147,6 @@ class Trainer:
 
     def evaluation_scorer(self) -> RewardRunner:
         """The evaluation target as a runner of its own."""
-        from trtl_rl.config import RewardConfig
-
         return RewardRunner(load_rewards([RewardConfig(name=self.config.evaluation.scorer)]))
 
     def _check_evaluation(self) -> None:
@@ -153,8 +160,6 @@ class Trainer:
                 f"task.held_out={c.task.held_out} leaves nothing to train on: there are {len(self.rows)} rows."
             )
         if c.evaluation.prompts:
-            from trtl_rl.config import RewardConfig
-
             check_columns(load_rewards([RewardConfig(name=c.evaluation.scorer)]), self.rows.columns)
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
@@ -170,7 +175,24 @@ def sampling_of(config: RunConfig) -> Sampling:
     return Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
 
 
-def _run_directory(config: RunConfig, resume: bool) -> Path:
+def _named(functions: list[RewardFunction]) -> list[Reward]:
+    """Rewards by the names of their functions; a name that occurs twice is numbered, as ``load_rewards`` does."""
+    if not functions:
+        raise UserError("reward_funcs is empty: give at least one reward function.")
+    rewards: list[Reward] = []
+    for function in functions:
+        base = str(getattr(function, "__name__", type(function).__name__))
+        name, count = base, 1
+        while any(reward.name == name for reward in rewards):
+            count += 1
+            name = f"{base}_{count}"
+        rewards.append(Reward(name, function))
+    return rewards
+
+
+def _run_directory(config: RunConfig, resume: bool, resume_by: str) -> Path:
+    if config.run_dir is None and resume:
+        raise UserError("resume=True needs args.run_dir: the directory of the run that goes on.")
     if config.run_dir is None:
         name = Path(config.model).name or "model"
         base = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -180,10 +202,14 @@ def _run_directory(config: RunConfig, resume: bool) -> Path:
             path = base.with_name(f"{base.name}-{n}")
         return path
     path = Path(config.run_dir).expanduser()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run_dir={path} is a file: name a directory.")
+    if resume and not checkpoint.whole(path / "checkpoints"):
+        raise UserError(f"{path} has no whole checkpoint to resume from; start it again with another run_dir.")
     if not resume and path.exists() and any(path.iterdir()):
         raise UserError(
             f"The run directory {path} exists and is not empty. Choose another run_dir, or continue that run with: "
-            f"trtl-rl run --resume {path}"
+            + resume_by.format(run_dir=path)
         )
     return path
 
@@ -200,11 +226,14 @@ def _closing_text(trainer: Trainer, result: TrainResult) -> str:
     """What a person does next."""
     where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, logs/."
     if result.status == "interrupted":
-        return f"Interrupted after step {result.step} and saved. {where}\nGo on with: trtl-rl run --resume {trainer.run_dir}"
+        again = trainer._resume_by.format(run_dir=trainer.run_dir)
+        return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"
     if result.reason == "no signal":
+        from trtl_rl.trainer.loop import NO_SIGNAL_LIMIT
+
         return (
-            f"Ended after step {result.step}: for {result.step} steps no group had answers of different reward, so there was "
-            f"nothing to learn from. {where}"
+            f"Ended after step {result.step}: for {NO_SIGNAL_LIMIT} steps in a row no group had answers of different reward, "
+            f"so there was nothing to learn from. {where}"
         )
     if trainer.config.model != "demo":
         return f"Reached {result.reason} after step {result.step}. {where}"

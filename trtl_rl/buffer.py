@@ -23,7 +23,6 @@ class GroupBuffer:
         batch: Groups of one update, B.
         max_staleness: s, in weight versions.
         version: Weight version to begin with.
-        trained: Groups trained on before, when a run is resumed.
     """
 
     def __init__(self, batch: int, max_staleness: int, version: int = 0) -> None:

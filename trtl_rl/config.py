@@ -9,6 +9,7 @@ A configuration is a YAML file, then ``key=value`` overrides with dotted keys, i
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,12 +21,14 @@ from trtl_rl.errors import UserError, nearest
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 class Part(BaseModel):
     """Base of all parts: unknown keys are errors, values are checked on assignment too."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, frozen=False)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class TaskConfig(Part):
@@ -100,7 +103,7 @@ class OptimizerConfig(Part):
     """AdamW over FP32 master weights."""
 
     lr: Positive = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -253,6 +256,9 @@ def _explain(item: dict[str, Any]) -> str:
                 break
             model = inner
         return f"unknown key '{key}'.{nearest(where[-1], model.model_fields)}"
+    if item["type"] == "model_type":
+        keys = ", ".join(globals()[item["ctx"]["class_name"]].model_fields)
+        return f"{key} takes keys of its own ({keys}), not a value (got {item['input']!r})"
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message
 
@@ -271,9 +277,4 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads ``1e-5`` as text; a command line means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value

@@ -84,7 +84,7 @@ class MetricsWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _ends_within_a_row(path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: a signal handler may write while its thread is writing
         if torn:  # a kill in the middle of a row: close that line, readers pass over it
             self._file.write(b"\n")
 

@@ -68,6 +68,8 @@ class TorchEngine:
         return self.weights.coverage()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        if self._receiver.state in ("empty", "broken"):
+            raise EngineError(f"The engine refuses to generate: {self._refusal()}")
         for request in requests:
             need = len(request.ids) + request.sampling.max_new_tokens
             if not request.ids:
@@ -77,7 +79,7 @@ class TorchEngine:
                     f"Request {request.id} needs {need} tokens ({len(request.ids)} of prompt), the engine's context has "
                     f"{self.context}: raise engine.max_context or lower sampling.max_new_tokens."
                 )
-            self._waiting.append((request, list(range(request.samples))))
+        self._waiting += [(request, list(range(request.samples))) for request in requests]
 
     def poll(self, timeout: float) -> list[Completion]:
         """Generate until something is finished or ``timeout`` seconds are over."""

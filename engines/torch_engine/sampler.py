@@ -32,6 +32,8 @@ def sample_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor, greedy: 
         [M] int64. Each row depends on its own inputs only.
     """
     cumulative = torch.softmax(logits / temperature[:, None], -1).double().cumsum(-1)
-    drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-    drawn = drawn.clamp_max(logits.shape[-1] - 1)
+    total = cumulative[:, -1]
+    # The product may be rounded up to the total, beyond which there is no token.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     return torch.where(greedy, logits.argmax(-1), drawn) if bool(greedy.any()) else drawn

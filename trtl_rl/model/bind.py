@@ -83,7 +83,11 @@ class TrainableDecoder:
 
         Raises:
             FloatingPointError: a weight is not finite; names the tensor.
+            RuntimeError: a quantiser of the model is not what it was when the model was bound; names the linear.
         """
+        changed = self.description.coverage.difference(expand(self.model))
+        if changed:
+            raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
         formats = {item.name: item.format.weight for item in self.description.coverage.linears}
         tensors: dict[str, Tensor] = {}
         for spec in tensor_specs(self.description):
@@ -91,17 +95,14 @@ class TrainableDecoder:
                 continue
             rounded = self.parameters[spec.name].detach().bfloat16()
             format = formats.get(spec.name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
-            if format is None:
-                tensors[spec.name] = rounded
-                finite = rounded.isfinite().all()
-            else:
-                tensors[spec.name], scale = encode(rounded.float(), format)
-                tensors[spec.name + SCALE_SUFFIX] = scale
-                finite = scale.isfinite().all()
-            if not finite:
+            if not rounded.isfinite().all():
                 raise FloatingPointError(
                     f"{spec.name} holds NaN or infinite values; the last whole checkpoint is kept."
                 )
+            if format is None:
+                tensors[spec.name] = rounded
+            else:
+                tensors[spec.name], tensors[spec.name + SCALE_SUFFIX] = encode(rounded.float(), format)
         self.weights.load(tensors)
         self.weights.version = version
         self.snapshot = tensors
@@ -128,6 +129,7 @@ class TrainableDecoder:
         targets: list[int] = []
         for i, (sequence, answer) in enumerate(zip(sequences, answer_lengths, strict=True)):
             start, n = len(ids), len(sequence) - 1  # the last token predicts nothing that is trained on
+            assert 0 <= answer <= n, "the first token of an answer needs a token before it"
             ids += sequence[:n]
             owner += [i] * n
             position += range(n)

@@ -35,14 +35,16 @@ def quantise(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
         Values on the E4M3 grid, [M, K] float32, and scales [ceil(M/rows), ceil(K/columns)] float32, with
         ``x`` close to ``values * scale``. Blocks at the edges are what is left of them.
     """
-    blocks, scale = _quantise_blocks(x, format)
-    return _unblock(blocks, x.shape), scale[:, 0, :, 0]
+    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
+    values = torch.cat([_unblock(blocks, x.shape[0]) for blocks, _ in parts], -1)
+    return values, torch.cat([scale[:, 0, :, 0] for _, scale in parts], -1)
 
 
 def quantise_dequantise(x: Tensor, format: BlockFormat) -> Tensor:
     """``values * scale`` of :func:`quantise`, [M, K] float32: the operand that a GEMM sees."""
-    blocks, scale = _quantise_blocks(x, format)
-    return _unblock(blocks * scale, x.shape)
+    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
+    operands = [_unblock(blocks * scale, x.shape[0]) for blocks, scale in parts]
+    return operands[0] if len(operands) == 1 else torch.cat(operands, -1)
 
 
 def encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -56,14 +58,30 @@ def decode(codes: Tensor, scale: Tensor, format: BlockFormat) -> Tensor:
 
     Codes are looked up in a table of 256 values, which on a CPU is eight times faster than the cast.
     """
-    rows, columns = format.block
     m, k = codes.shape
     values = torch.index_select(_table(codes.device), 0, codes.view(torch.uint8).int().reshape(-1)).reshape(m, k)
-    return _unblock(_block(values, rows, columns) * scale[:, None, :, None], codes.shape)
+    rows, columns = format.block
+    scales = scale.repeat_interleave(columns, 1)[:, :k]
+    for start in range(0, m, rows):
+        values[start : start + rows] *= scales[start // rows]
+    return values
+
+
+def _whole_blocks(x: Tensor, format: BlockFormat) -> list[Tensor]:
+    """[M, K] → the columns in whole blocks, and the rest, a narrower block: padding it instead would cost a copy.
+
+    (Inductor of torch 2.13 also compiled the padded form to wrong values in the last block.)
+    """
+    columns = format.block[1]
+    full = x.shape[1] - x.shape[1] % columns
+    return [part for part in (x[:, :full], x[:, full:]) if part.shape[1]]
 
 
 def _quantise_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
-    blocks = _block(x, *format.block)
+    rows, columns = format.block[0], min(format.block[1], x.shape[1])
+    if rows > 1 and x.shape[0] % rows:
+        x = F.pad(x, (0, 0, 0, -x.shape[0] % rows))
+    blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
     amax = blocks.abs().amax((1, 3), keepdim=True)
     one = torch.ones_like(amax)
     full = amax > _TINY
@@ -83,17 +101,9 @@ def _ceil_pow2(x: Tensor) -> Tensor:
     return ((x.contiguous().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def _block(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[M, K] → [ceil(M/rows), rows, ceil(K/columns), columns], filled with zeros at the edges."""
-    m, k = x.shape
-    if k % columns or (rows > 1 and m % rows):
-        x = F.pad(x, (0, -k % columns, 0, -m % rows if rows > 1 else 0))
-    return x.reshape(-1, rows, x.shape[1] // columns, columns)
-
-
-def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
-    flat = blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)
-    return flat[: shape[0], : shape[1]]
+def _unblock(blocks: Tensor, rows: int) -> Tensor:
+    """[M / rows, rows, K / columns, columns] → the first ``rows`` rows, [rows, K]."""
+    return blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)[:rows]
 
 
 _TABLES: dict[torch.device, Tensor] = {}

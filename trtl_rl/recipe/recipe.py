@@ -67,7 +67,11 @@ class Recipe:
             raise UserError(f"Recipe {name} is not valid YAML: {error}") from None
         if not isinstance(content, dict) or not {"metadata", "quantize"} <= content.keys():
             raise UserError(f"Recipe {name} needs the sections 'metadata' and 'quantize' of a ModelOpt recipe.")
-        for entry in content["quantize"].get("quant_cfg") or []:
+        quantize = content["quantize"]
+        entries = quantize.get("quant_cfg") if isinstance(quantize, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise UserError(f"Recipe {name}: 'quantize' needs 'quant_cfg', a list of entries with a 'quantizer_name'.")
+        for entry in entries:
             _check_entry(name, entry)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return cls(name, text, digest)
@@ -120,9 +124,11 @@ def expand(model: nn.Module) -> Coverage:
     from torch import nn
 
     linears = []
+    runnable = set()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
+        runnable |= {f"{name}.{kind}_quantizer" for kind in ("weight", "input")}
         format = _format_of(name, module)
         linears.append(
             CoveredLinear(
@@ -132,16 +138,23 @@ def expand(model: nn.Module) -> Coverage:
                 "" if format.quantised else "no enabled quantiser in the recipe",
             )
         )
+    for name, module in model.named_modules():
+        if name.endswith("_quantizer") and getattr(module, "is_enabled", False) and name not in runnable:
+            raise UserError(
+                f"{name}: the kernels quantise weights and inputs of linears only. Exclude it in the recipe: "
+                f"quantizer_name: '*{name.rpartition('.')[2]}' with enable: false."
+            )
     return Coverage(tuple(sorted(linears, key=lambda item: item.name)))
 
 
 def _format_of(name: str, module: nn.Module) -> LinearFormat:
     weight = _enabled(name, module, "weight_quantizer")
     activation = _enabled(name, module, "input_quantizer")
-    if _enabled(name, module, "output_quantizer") is not None:
-        raise UserError(f"{name}: the recipe quantises outputs, which the kernels do not do. Remove that entry.")
     if weight is None and activation is None:
         return HIGH_PRECISION
+    for key in ("dgrad", "wgrad"):
+        if weight is not None and key in weight:
+            raise UserError(f"{name}.weight_quantizer: {key} belongs to the entry of the input_quantizer.")
     extra = activation or {}
     if activation is not None and activation["block"][0] != 1:
         raise UserError(f"{name}: activation blocks must be one row high (block: [1, n]), got {activation['block']}.")

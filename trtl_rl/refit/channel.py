@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +15,15 @@ _ALIGN = 64
 
 
 class SharedMemorySender:
-    """Owns a file in memory that grows to the largest bucket; each bucket overwrites the one before."""
+    """Owns a file in memory that grows to the largest bucket; each bucket overwrites the one before.
+
+    The file has no name in any directory: a killed process leaves nothing behind, and a small ``/dev/shm`` (64 MB in
+    many containers) is no limit. A receiver of the same user opens it through ``/proc`` while the sender lives.
+    """
 
     def __init__(self) -> None:
-        directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        handle, name = tempfile.mkstemp(prefix="trtl-rl-", dir=directory)
-        os.close(handle)
-        self.path = Path(name)
+        self._file: int | None = os.memfd_create("trtl-rl-refit")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
@@ -35,15 +34,18 @@ class SharedMemorySender:
             places.append((name, dtype_name(tensor.dtype), list(tensor.shape), size))
             size += -(-tensor.nbytes // _ALIGN) * _ALIGN
         if size > self._buffer.numel():
-            os.truncate(self.path, size)
-            self._buffer = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+            assert self._file is not None, "the channel is closed"
+            os.ftruncate(self._file, size)
+            self._buffer = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         for (_, _, _, start), tensor in zip(places, bucket.tensors.values(), strict=True):
             self._buffer[start : start + tensor.nbytes].copy_(tensor_bytes(tensor))
-        return {"path": str(self.path), "size": size, "tensors": places}
+        return {"path": self.path, "size": size, "tensors": places}
 
     def close(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        """Give the memory back. Safe to call twice."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
 
 def unpack(description: Mapping[str, Any]) -> Bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trtl_rl.errors import RefitError
+from trtl_rl.errors import EngineError, RefitError
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult, buckets
 
 
@@ -59,7 +60,8 @@ def send(
         moved = time.perf_counter()
         result = target.finish_refit()
     except BaseException:
-        target.abort_refit()
+        with contextlib.suppress(EngineError):  # a dead engine needs no abort, and the first error is the one to tell
+            target.abort_refit()
         raise
     if result.digest != manifest.digest or result.version != version:
         raise RefitError(
