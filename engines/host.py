@@ -237,7 +237,8 @@ class HostedEngine:
 
     def _check_heard(self) -> None:
         if time.monotonic() - self._heard > self._timeout:
-            time.sleep(_HEARTBEAT)  # if this process was stopped itself, what the child said meanwhile is yet to be read
+            # If this process was stopped itself, what the child said meanwhile is yet to be read.
+            time.sleep(_HEARTBEAT)
             if time.monotonic() - self._heard > self._timeout:
                 raise self._error(f"The engine was silent for {self._timeout:g} s")
 

@@ -148,7 +148,10 @@ CHANGES: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "excluded module": ((), exclude("*q_proj*")),
     "excluded layer": ((), exclude("*layers.1.mlp.down_proj*")),
     "excluded activations": ((), exclude("*up_proj.input_quantizer")),
-    "quantised head": ((("quantizer_name: '*lm_head*'\n      enable: false", "quantizer_name: '*none*'\n      enable: false"),), ""),
+    "quantised head": (
+        (("quantizer_name: '*lm_head*'\n      enable: false", "quantizer_name: '*none*'\n      enable: false"),),
+        "",
+    ),
 }
 
 
@@ -165,9 +168,7 @@ def test_one_line_of_the_recipe_changes_the_forward_and_both_coverages(
     changes, entry = CHANGES[change]
     name = recipe(*changes, entry=entry)
     decoder = models.bind(models.tiny("qwen3", aligned=True, tied=tied), name)
-    before = (
-        bundled_decoder if not tied else models.bind(models.tiny("qwen3", aligned=True, tied=True), "fp8_block")
-    )
+    before = bundled_decoder if not tied else models.bind(models.tiny("qwen3", aligned=True, tied=True), "fp8_block")
     assert not torch.equal(models.logprobs(decoder), models.logprobs(before))
     trainer = decoder.description.coverage
     assert trainer.difference(decoder.weights.coverage()) == [] and trainer == decoder.weights.coverage()
@@ -249,6 +250,12 @@ def test_a_head_that_shares_a_quantised_embedding_runs_its_format(recipe: Callab
     assert not torch.equal(decoder.weights.head.values, decoder.weights.embedding.t())
 
 
+def test_an_engine_that_loaded_nothing_does_not_claim_the_recipe() -> None:
+    description = models.bind(models.tiny("qwen3"), "fp8_block").description
+    lines = description.coverage.difference(DecoderWeights(description, KernelSet(False)).coverage())
+    assert len(lines) == 14 and not any(line.startswith("lm_head") for line in lines)
+
+
 def test_patterns_of_exclusion_are_exact(recipe: Callable[..., str]) -> None:
     coverage = expand(applied(recipe(entry=exclude("*.mlp.gate") + exclude("*.mlp.gate.*") + exclude("gate_proj"))))
     assert excluded(coverage) == {"lm_head"}
@@ -271,12 +278,35 @@ def test_a_difference_names_the_modules() -> None:
 
 
 ARGUMENTS = "{block: [128, 128], scale: amax_over_448, round: fp32}"
+TAIL = f"backend: trtl_fp8_block\n        backend_extra_args: {ARGUMENTS}"
 WRONG = {
     "misspelt argument": ((ARGUMENTS, "{blok: [128, 128], scale: amax_over_448}"), r"'blok'.*Did you mean 'block'"),
     "unknown scale": ((ARGUMENTS, "{block: [128, 128], scale: max}"), r"scale must be one of amax_over_448, inverse"),
     "missing scale": ((ARGUMENTS, "{block: [128, 128]}"), "scale must be one of"),
     "missing block": ((ARGUMENTS, "{scale: inverse}"), "block must be two positive integers"),
     "zero block": ((ARGUMENTS, "{block: [0, 128], scale: inverse}"), "block must be two positive integers"),
+    "block of a truth value": (
+        (ARGUMENTS, "{block: [true, 128], scale: inverse}"),
+        "block must be two positive integers",
+    ),
+    "an attribute that does nothing": (
+        (
+            "num_bits: e4m3\n        type: dynamic\n        " + TAIL,
+            "num_bits: e4m3\n        block_sizes: {-1: 16}\n        " + TAIL,
+        ),
+        "'block_sizes' has no effect",
+    ),
+    "misspelt attribute": (
+        ("type: dynamic\n        " + TAIL, "typ: dynamic\n        " + TAIL),
+        "'typ'.*Did you mean 'type'",
+    ),
+    "quantisers one after another": (
+        (
+            "      cfg:\n        num_bits: e4m3\n        type: dynamic\n        " + TAIL,
+            "      cfg: [{num_bits: 4}, {num_bits: e4m3}]",
+        ),
+        "cfg is a list",
+    ),
     "unknown rounding": ((ARGUMENTS, "{block: [1, 1], scale: inverse, round: up}"), "round must be one of fp32, pow2"),
     "unknown gradient": (("dgrad: fp8", "dgrad: fp4"), "dgrad must be one of bf16, fp8"),
     "no quantizers": (("quantize:\n", "quantize:\nother:\n"), "quant_cfg"),
@@ -356,3 +386,10 @@ def test_the_stock_forward_of_modelopt_is_the_same_model(family: str) -> None:
     difference, effect = (bound - reference).abs(), (plain - reference).abs()
     print(family, difference.median(), difference.mean(), difference.max(), effect.median(), effect.mean())
     assert difference.mean() < 0.2 * effect.mean() and difference.median() < 0.1 * effect.median()
+
+
+def test_weights_that_come_without_codes_are_not_quantised_on_arrival() -> None:
+    decoder = models.bind(models.tiny("llama"), "fp8_block")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(AssertionError, match="without codes"):
+        decoder.weights.load({name: decoder.parameters[name].detach().bfloat16()})

@@ -152,21 +152,20 @@ class Loop:
         self.ledger.add("learning", update.flops, learned - taken)
         self._refit(version + 1, out)
         s.step = version + 1
+        # Counted before the next rollouts may begin, so that the counts of a synchronous run repeat too.
+        self._describe(groups, out)
+        out.update(self.ledger.step_metrics())
+        out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
+        tokens, rewarded = self.worker.counters.take()
+        s.tokens += tokens
         refitted = time.perf_counter()
         self.buffer.advance(version + 1)
         out.update(self.parity.after_refit(s.step, self.metrics))
         end = time.perf_counter()
-        self._describe(groups, out)
         self._watch_signal(groups, update.stepped)
         s.seconds += end - start
         s.step_seconds = [*s.step_seconds[-199:], end - start]
         out.update(update.metrics)
-        out.update(self.ledger.step_metrics())
-        counters = self.worker.counters
-        with counters.lock:
-            tokens, rewarded = counters.tokens, counters.reward_seconds
-            counters.tokens, counters.reward_seconds = 0, 0.0
-        s.tokens += tokens
         out.update(
             {
                 "num_tokens": s.tokens,
@@ -179,7 +178,6 @@ class Loop:
                 "timing_s/parity": end - refitted,
             }
         )
-        out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
         self.metrics.step(s.step, out.reduce())

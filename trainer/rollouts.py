@@ -27,12 +27,18 @@ DISCARD_LIMIT = 32  # so many groups in a row without two scored samples end the
 
 @dataclass
 class Counters:
-    """What the thread has done so far, read by the loop for its metrics."""
+    """What the thread has done since the loop last took it for its metrics."""
 
     tokens: int = 0
-    completions: int = 0
     reward_seconds: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self) -> tuple[int, float]:
+        """Tokens and seconds of reward functions, which begin at 0 again."""
+        with self.lock:
+            taken = self.tokens, self.reward_seconds
+            self.tokens, self.reward_seconds = 0, 0.0
+        return taken
 
 
 class RolloutWorker:
@@ -176,7 +182,6 @@ class RolloutWorker:
         self.ledger.add("search", self.search_flops(group))
         with self.counters.lock:
             self.counters.tokens += sum(len(completion.ids) for completion in group.completions)
-            self.counters.completions += len(group.completions)
 
     def search_flops(self, group: Group) -> int:
         """FLOPs of generating a group: its prompt once, then every token."""

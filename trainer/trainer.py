@@ -151,14 +151,6 @@ class Trainer:
 
     def _check_evaluation(self) -> None:
         c = self.config
-        if c.evaluation.prompts > c.task.held_out:
-            raise UserError(
-                f"evaluation.prompts={c.evaluation.prompts} needs as many held-out rows: set task.held_out (now {c.task.held_out})."
-            )
-        if c.task.held_out >= len(self.rows):
-            raise UserError(
-                f"task.held_out={c.task.held_out} leaves nothing to train on: there are {len(self.rows)} rows."
-            )
         if c.evaluation.prompts:
             check_columns(load_rewards([RewardConfig(name=c.evaluation.scorer)]), self.rows.columns)
         if c.evaluation.every and not c.evaluation.prompts:

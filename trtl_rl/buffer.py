@@ -1,10 +1,11 @@
 """The asynchronous buffer: it admits groups so that none is born too stale, and hands out batches of complete ones.
 
 With B groups in a batch and s = ``max_staleness``, at weight version v at most (v + s + 1)·B groups were ever started, net of
-discarded ones (the admission rule of AReaL). A batch first takes the groups that would be too stale for the next one, and
-waits for them if need be; so every group is trained on within s versions of its start, by construction, and the
-buffer paces the engine instead of throwing work away. With s = 0 each batch holds exactly the groups that were started
-at its version, in order: the synchronous mode.
+discarded ones (the admission rule of AReaL). A batch takes the oldest of the ready groups, if all that it leaves behind can
+still be trained on in time: the i-th oldest (from 0) will be in the batch after i // B others. Otherwise it waits for
+older ones; the oldest B are always such a batch. So every group is trained on within s versions of its start, by
+construction, and the buffer paces the engine instead of throwing work away. With s = 0 each batch holds exactly the
+groups that were started at its version, in order: the synchronous mode.
 """
 
 from __future__ import annotations
@@ -110,8 +111,10 @@ class GroupBuffer:
         """Indices of the next batch, or None while it must be waited for."""
         if len(self._ready) < self.batch:
             return None
-        due = self._version - self.max_staleness
-        if any(group.version <= due for group in self._in_flight.values()):
-            return None
-        order = sorted(self._ready, key=lambda index: (self._ready[index].version > due, index))
-        return sorted(order[: self.batch])
+        chosen = sorted(self._ready, key=lambda index: (self._ready[index].version, index))[: self.batch]
+        left = [group.version for group in self._in_flight.values()]
+        left += [group.version for index, group in self._ready.items() if index not in chosen]
+        for i, version in enumerate(sorted(left)):
+            if version + self.max_staleness < self._version + 1 + i // self.batch:
+                return None
+        return sorted(chosen)

@@ -148,8 +148,10 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _short(value: float) -> float:
-    """Keep seven significant digits for non-integers: enough for a float32, half the file."""
-    return value if isinstance(value, int) or not math.isfinite(value) else float(f"{value:.7g}")
+    """Keep seven significant digits of what is no whole number: enough for a float32, half the file."""
+    if isinstance(value, int) or not math.isfinite(value) or value.is_integer():
+        return value  # counts of tokens and FLOPs must still add up
+    return float(f"{value:.7g}")
 
 
 def _finite(value: Any) -> Any:

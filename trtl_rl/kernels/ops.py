@@ -8,7 +8,6 @@ Units (``units.py``) are made of these operators; nothing else computes the forw
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE
@@ -43,9 +42,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [M, 2F] → [M, F]."""
+    """``silu(gate) * up`` of [M, 2F] → [M, F].
+
+    Written out: eager ``F.silu`` has other last bits in the rest of a vector, whose place depends on threads.
+    """
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return gate / (1 + torch.exp(-gate)) * up
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, sequence: Tensor, position: Tensor, window: Tensor) -> Tensor:

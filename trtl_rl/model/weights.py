@@ -186,6 +186,7 @@ class DecoderWeights:
             assert scale is not None
             operand.fill(module, decode(tensor, scale, format))
         else:  # a quantised head that shares the high-precision embedding
+            assert module == "lm_head" and self.description.tied, f"{module} came without codes"
             operand.fill(module, decode(*encode(tensor.float(), format), format))
             operand.formats[module] = format
 

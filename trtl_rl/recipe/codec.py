@@ -92,7 +92,8 @@ def _quantise_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
     if format.scale == "amax_over_448":
         scale = torch.where(full, amax / E4M3_MAX, one)
         return round_e4m3(blocks / scale), scale
-    factor = torch.where(full, E4M3_MAX / amax, one)
+    # A tensor over a tensor is one division; torch computes a number over a tensor as reciprocal times number.
+    factor = torch.where(full, torch.full_like(amax, E4M3_MAX) / amax, one)
     return round_e4m3(blocks * factor), 1.0 / factor
 
 

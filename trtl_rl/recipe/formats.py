@@ -16,7 +16,7 @@ class BlockFormat:
 
     Attributes:
         scale: ``amax_over_448``: q = x / s, s = amax/448. ``inverse``: k = 448/amax, q = x*k, s = 1/k. A block without a
-            value above 1e-30 has scale 1. The two differ in the last bit of about half of the scales.
+            value above 1e-30 has scale 1. The two differ in the last bit of about a third of the scales.
         round: ``pow2`` rounds s up to a power of two; then both formulas agree.
     """
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BACKEND = "trtl_fp8_block"
 NONE = "none"
+_ATTRIBUTES = {"num_bits", "type", "backend", "backend_extra_args"}  # all that the kernels act on
 _ARGUMENTS = {"block", "scale", "round", "dgrad", "wgrad"}
 
 
@@ -184,14 +185,18 @@ def _block_format(arguments: dict[str, Any] | None) -> BlockFormat | None:
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:
     cfg = entry.get("cfg")
+    where = f"Recipe {name}, {entry.get('quantizer_name')}"
+    if isinstance(cfg, list):
+        raise UserError(f"{where}: cfg is a list, but the kernels apply one quantiser to an operand. Give one.")
     if not isinstance(cfg, dict) or cfg.get("backend") != BACKEND:
         return
+    for key in cfg.keys() - _ATTRIBUTES:
+        raise UserError(f"{where}: '{key}' has no effect on backend {BACKEND}.{nearest(key, _ATTRIBUTES)}")
     arguments = cfg.get("backend_extra_args") or {}
-    where = f"Recipe {name}, {entry.get('quantizer_name')}"
     for key in arguments.keys() - _ARGUMENTS:
         raise UserError(f"{where}: unknown backend argument '{key}'.{nearest(key, _ARGUMENTS)}")
     block = arguments.get("block")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise UserError(f"{where}: block must be two positive integers [rows, columns], got {block!r}.")
     allowed = {
         "scale": {"amax_over_448", "inverse"},
