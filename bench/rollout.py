@@ -103,7 +103,7 @@ def main() -> None:
     write_result(
         f"rollout-{'small' if a.model is None else 'model'}",
         {
-            "model": a.model and a.model.rstrip("/").split("/")[-1] or "Qwen3, 1.09 M parameters, random weights",
+            "model": (a.model and a.model.rstrip("/").split("/")[-1]) or "Qwen3, 1.09 M parameters, random weights",
             "work": f"{a.prompts} prompts of {a.prompt_tokens} tokens, {a.new_tokens} new tokens each, 1 thread",
             "kernels": kernels.description,
             "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},

@@ -1,6 +1,6 @@
 """Start-up: ``trtl-rl --help``, and the demo's first step with warm compiled operators.
 
-    python bench/startup.py
+python bench/startup.py
 """
 
 from __future__ import annotations

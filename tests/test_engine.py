@@ -269,19 +269,22 @@ def test_pause_continue_stops_at_once_and_goes_on_with_the_same_tokens(decoder: 
 
 def test_a_completion_under_way_knows_both_versions(decoder: TrainableDecoder) -> None:
     engine = ready(decoder, slots=1)
-    engine.submit([ask(0, new=10), ask(1, new=10)])
+    engine.submit([ask(0, new=10), ask(1, new=10, temperature=3.0)])
     engine.step()
     decoder.weights.version = 5  # the same weights under another number
     try:
         load(engine, decoder)
         first, second = drain(engine)
-        old = one_at_a_time(decoder, [ask(1, new=10)])[0]  # at version 5 too
+        old = one_at_a_time(decoder, [ask(1, new=10, temperature=3.0)])[0]  # at version 5 too
     finally:
         decoder.weights.version = 0
     assert (first.version_first, first.version_last) == (0, 5)
     assert (second.version_first, second.version_last) == (5, 5)
     assert second == old
     assert first.ids == one_at_a_time(decoder, [ask(0, new=10)])[0].ids  # its stream is that of its first token
+    assert (
+        second.ids != one_at_a_time(decoder, [ask(1, new=10, temperature=3.0)])[0].ids
+    )  # and so another than at version 0
 
 
 def test_a_probe_leaves_other_completions_alone(decoder: TrainableDecoder) -> None:

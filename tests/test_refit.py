@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from demo import ask, load, make_decoder, make_engine
+from demo import PROMPT, ask, load, make_decoder, make_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -312,11 +312,11 @@ def versions(decoder: TrainableDecoder) -> list[dict[str, Tensor]]:
     ]
 
 
-def answer(engine: TorchEngine) -> list[float]:
-    """Logprobs of a greedy answer: they differ between any two versions."""
+def answer(engine: TorchEngine) -> tuple[list[int], list[float]]:
+    """Ids and logprobs of a greedy answer: they differ between any two versions."""
     (done,) = engine.probe([ask(-1, new=2, greedy=True, logprobs=True)])
     assert done.logprobs is not None and done.version_first == done.version_last == engine.version
-    return done.logprobs
+    return done.ids, done.logprobs
 
 
 def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecoder) -> None:
@@ -327,7 +327,12 @@ def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecode
         engine = make_engine(decoder, slots=1)
         send(engine, tensors, version=i, coverage=coverage, bucket_bytes=2**20)
         expected.append(answer(engine))
-    assert len({tuple(values) for values in expected}) == 3
+        ids, values = expected[-1]
+        decoder.weights.load(tensors)
+        with torch.no_grad():
+            assert decoder.forward([[*PROMPT, *ids]], [len(ids)], 1.0)[0].tolist() == values
+    decoder.weights.load(decoder.snapshot)
+    assert len({tuple(values) for _, values in expected}) == 3
 
     class Machine(RuleBasedStateMachine):
         """A model of the engine beside the engine, under any order of calls."""

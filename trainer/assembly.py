@@ -110,7 +110,9 @@ class Run:
         self._start_engine(engine, decoder, tokenizer, context)
         steps_of_start.next()
 
-        buffer = GroupBuffer(c.batch.prompts, c.buffer.max_staleness, first)
+        buffer = GroupBuffer(
+            c.batch.prompts, c.buffer.max_staleness, first, needed=c.batch.prompts * max(0, c.steps - first)
+        )
         decode = make_decode(tokenizer)
         sampling = Sampling(c.sampling.temperature, c.sampling.max_new_tokens)
         worker = self._worker = RolloutWorker(

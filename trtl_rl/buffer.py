@@ -24,14 +24,16 @@ class GroupBuffer:
         batch: Groups of one update, B.
         max_staleness: s, in weight versions.
         version: Weight version to begin with.
+        needed: Groups that the run will still train on; no more are started, so that its end wastes nothing. None: no end.
     """
 
-    def __init__(self, batch: int, max_staleness: int, version: int = 0) -> None:
+    def __init__(self, batch: int, max_staleness: int, version: int = 0, needed: int | None = None) -> None:
         self.batch = batch
         self.max_staleness = max_staleness
         self.discarded: Counter[str] = Counter()
         self._version = version
         self._budget = (max_staleness + 1) * batch  # groups that may be started now
+        self._needed = needed
         self._in_flight: dict[int, Group] = {}
         self._ready: dict[int, Group] = {}
         self._changed = threading.Condition()
@@ -40,18 +42,18 @@ class GroupBuffer:
     def room(self) -> int:
         """How many groups may be started now."""
         with self._changed:
-            return self._budget
+            return self._room()
 
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until a group may be started; False after ``timeout`` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._budget > 0, timeout)
+            return self._changed.wait_for(lambda: self._room() > 0, timeout)
 
     def start(self, group: Group) -> None:
         """Register a group that is being generated."""
         with self._changed:
-            assert self._budget > 0, "start() needs room()"
-            self._budget -= 1
+            assert self._room() > 0, "start() needs room()"
+            self._spend(1)
             group.version = self._version
             self._in_flight[group.index] = group
 
@@ -66,7 +68,7 @@ class GroupBuffer:
         with self._changed:
             del self._in_flight[group.index]
             self.discarded[reason] += 1
-            self._budget += 1
+            self._spend(-1)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -106,6 +108,14 @@ class GroupBuffer:
         with self._changed:
             both = {**self._in_flight, **self._ready}
             return [both[index] for index in sorted(both)]
+
+    def _room(self) -> int:
+        return self._budget if self._needed is None else min(self._budget, self._needed)
+
+    def _spend(self, groups: int) -> None:
+        self._budget -= groups
+        if self._needed is not None:
+            self._needed -= groups
 
     def _choose(self) -> list[int] | None:
         """Indices of the next batch, or None while it must be waited for."""

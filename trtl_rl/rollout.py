@@ -45,7 +45,7 @@ class Request:
     """Asks an engine for ``samples`` completions of one prompt, which share one prefill.
 
     Attributes:
-        id: Unique among the requests of a run.
+        id: Unique among the requests of a run; negative for probes, which go first.
         seed: The run's seed, the prompt's id and its occurrence. With the sample's index and the weight version at its
             first token they fix a completion's random stream.
         logprobs: Whether sampled-token logprobs come back too (probes only).

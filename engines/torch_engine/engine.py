@@ -80,6 +80,9 @@ class TorchEngine:
                     f"{self.context}: raise engine.max_context or lower sampling.max_new_tokens."
                 )
         self._waiting += [(request, list(range(request.samples))) for request in requests]
+        self._waiting = deque(
+            sorted(self._waiting, key=lambda item: item[0].id >= 0)
+        )  # probes do not wait for rollouts
 
     def poll(self, timeout: float) -> list[Completion]:
         """Generate until something is finished or ``timeout`` seconds are over."""

@@ -12,11 +12,11 @@ def demo_settings() -> dict[str, Any]:
         "data": "demo",
         "task": {"held_out": 1024},
         "rewards": ["exact_match"],
-        "steps": 100,
+        "steps": 150,
         "sampling": {"temperature": 1.0, "max_new_tokens": 24},
         "batch": {"prompts": 32, "group_size": 8},
         "optimizer": {"lr": 4e-4, "warmup_steps": 10, "schedule": "wsd", "decay_fraction": 0.5},
         "buffer": {"max_staleness": 1},
-        "parity": {"every": 5},
+        "parity": {"every": 10},
         "evaluation": {"prompts": 512},
     }

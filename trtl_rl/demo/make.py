@@ -17,10 +17,10 @@ from trtl_rl.demo.task import SYMBOLS, demo_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-STEPS = 250
+STEPS = 140
 BATCH = 64
 LEARNING_RATE = 3e-3
-SMOOTHING = 0.055
+SMOOTHING = 0.06
 SEED = 0
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
