@@ -41,9 +41,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "imbalance",
         "yellow",
-        "above 20",
-        "wrong answers are far less likely than right ones",
-        _above("asympo/imbalance", 20.0),
+        "above 20, not asympo",
+        "wrong answers outweigh right ones by far",
+        lambda view, now: view.facts.get("loss") != "asympo" and view.metrics.get("asympo/imbalance", 0.0) > 20,
     ),
     Rule(
         "truncated",

@@ -57,7 +57,11 @@ class RolloutEngine(Protocol):
         """Take one bucket of the announced tensors."""
 
     def finish_refit(self) -> RefitResult:
-        """Check that every tensor arrived, make the version live, reset caches."""
+        """Check that every tensor arrived and make the version live.
+
+        Completions that go on (``buffer.in_flight=continue``) keep the keys and values of their earlier tokens; a prompt
+        that starts afterwards never meets any of an older version.
+        """
 
     def abort_refit(self) -> None:
         """Give up an open refit. The engine keeps refusing to generate until a full refit succeeds."""

@@ -326,6 +326,11 @@ def stop_ids(path: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
             found.add(value)
         elif isinstance(value, list):
             found.update(value)
+    beyond = sorted(id for id in found if id >= model.config.vocab_size)
+    if beyond:
+        raise UserError(
+            f"{path} names the end-of-sequence ids {beyond}, but the vocabulary has {model.config.vocab_size}."
+        )
     if not found:
         raise UserError(f"{path} names no end-of-sequence token: add eos_token_id to its generation_config.json.")
     return sorted(found)

@@ -26,6 +26,8 @@ def check_architecture(config: Any) -> None:
         raise UserError("The model uses sliding-window attention, which is not supported: use one with full attention.")
     if getattr(config, "hidden_act", "silu") != "silu":
         raise UserError(f"The model's activation {config.hidden_act!r} is not supported; it must be silu.")
+    if getattr(config, "attention_dropout", 0.0):
+        raise UserError("The model asks for attention_dropout, which is not supported: set it to 0 in its config.json.")
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in _ROPE_TYPES:

@@ -49,6 +49,8 @@ def find_model(name: str) -> ModelSource:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file} is not valid JSON: {error}") from None
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise UserError(f"{path} has a config.json, but no weights (*.safetensors).")
     return ModelSource(name, path, config)
 
 
