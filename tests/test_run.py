@@ -111,7 +111,7 @@ def test_every_step_has_its_metrics_and_trainer_and_engine_agree(synchronous: tu
         "perf/tokens_per_second", "loss", "grad_norm", "entropy",
     }  # fmt: skip
     learned = [row["metrics"] for row in steps if row["metrics"]["frac_reward_zero_std"] < 1]
-    assert len(learned) >= STEPS - 2
+    assert learned, "no step had a group with different rewards"
     assert all(expected <= metrics.keys() for metrics in learned)
     for row in steps:
         metrics = row["metrics"]
