@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trtl_rl.config import RewardConfig, RunConfig
-from trtl_rl.errors import EngineError, UserError
+from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model
 from trtl_rl.recipe.recipe import Recipe
@@ -251,14 +251,10 @@ def versions() -> dict[str, str]:
     import platform
     from importlib.metadata import version
 
-    names = ("trtl-rl", "torch", "transformers", "nvidia-modelopt", "accelerate")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except Exception:
-            found[name] = "not installed"
-    return found
+    from trtl_rl import __version__
+
+    found = {"python": platform.python_version(), "trtl-rl": __version__}
+    return {**found, **{name: version(name) for name in ("torch", "transformers", "nvidia-modelopt", "accelerate")}}
 
 
-__all__ = ["EngineError", "TrainResult", "Trainer", "TrainerConfig"]
+__all__ = ["TrainResult", "Trainer", "TrainerConfig"]
