@@ -1,6 +1,6 @@
 """Draw the picture of the README: the dashboard of a run after a given step, as SVG.
 
-    python bench/dashboard_picture.py RUN STEP docs/dashboard.svg
+python bench/dashboard_picture.py RUN STEP docs/dashboard.svg
 """
 
 from __future__ import annotations

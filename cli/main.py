@@ -70,5 +70,5 @@ def _guard(command: object) -> int:
         print(f"trtl-rl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("trtl-rl: stopped at once; the last checkpoint is kept.", file=sys.stderr)
+        print("trtl-rl: stopped at once; what was saved before is kept.", file=sys.stderr)
         return 130

@@ -29,7 +29,7 @@ def run(settings: list[str], resume: Path | None) -> int:
 
     before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        trainer.prepare()
         with Screen(trainer.run_dir):
             result = trainer.train()
     finally:

@@ -24,6 +24,10 @@ class RolloutEngine(Protocol):
     def version(self) -> int:
         """Weight version that the engine generates with; -1 before the first refit."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent generating so far."""
+
     def coverage(self) -> Coverage:
         """The linears that the engine really runs, and the format of each."""
 

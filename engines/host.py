@@ -69,7 +69,7 @@ class HostedEngine:
             )
         theirs.close()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._send_lock, self._refit_lock = threading.Lock(), threading.RLock()
+        self._send_lock = threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._calls = itertools.count()
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class HostedEngine:
         self._version = -1
         self._failure: str | None = None
         self._heard = time.monotonic()
-        self.busy_seconds = 0.0  # time that the child spent generating, as it reports
+        self._busy_seconds = 0.0  # as the child reports
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._reader.start()
 
@@ -89,6 +89,10 @@ class HostedEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._busy_seconds
 
     def coverage(self) -> Coverage:
         return Coverage.from_json(self._call("coverage"))
@@ -140,8 +144,7 @@ class HostedEngine:
         self._call("begin_refit", self._refit_timeout, manifest=manifest.to_json())
 
     def write(self, bucket: Bucket) -> None:
-        with self._refit_lock:  # the shared memory holds one bucket at a time
-            self._call("write", self._refit_timeout, bucket=self._channel.pack(bucket))
+        self._call("write", self._refit_timeout, bucket=self._channel.pack(bucket))
 
     def finish_refit(self) -> RefitResult:
         result = RefitResult(**self._call("finish_refit", self._refit_timeout))
@@ -202,7 +205,7 @@ class HostedEngine:
                 message = json.loads(self._connection.recv_bytes())
                 self._heard = time.monotonic()
                 if "completions" in message:
-                    self.busy_seconds = message["busy_seconds"]
+                    self._busy_seconds = message["busy_seconds"]
                     done = [Completion(**fields) for fields in message["completions"]]
                     for target, chosen in (
                         (self._completions, [c for c in done if c.request_id >= 0]),
@@ -259,7 +262,6 @@ class _Child:
         self._connection = connection
         self._engine: TorchEngine | None = None
         self._waiting_pause: list[int] = []
-        self._busy = 0.0
         self._sent = 0.0
 
     def serve(self) -> None:
@@ -270,9 +272,7 @@ class _Child:
             if self._connection.poll(0 if working else _HEARTBEAT):
                 self._handle(json.loads(self._connection.recv_bytes()))
             elif engine is not None and working:
-                start = time.perf_counter()
                 engine.step()
-                self._busy += time.perf_counter() - start
             self._report()
 
     def _report(self) -> None:
@@ -280,7 +280,8 @@ class _Child:
         engine = self._engine
         done = engine.take_done() if engine is not None else []
         if done or time.monotonic() - self._sent > _HEARTBEAT:
-            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": self._busy})
+            busy = engine.busy_seconds if engine is not None else 0.0
+            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": busy})
         if engine is not None and self._waiting_pause and engine.unfinished == 0:
             engine.pause("continue")
             for number in self._waiting_pause:

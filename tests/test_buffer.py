@@ -113,7 +113,7 @@ def test_a_batch_waits_for_the_group_that_would_be_too_stale_for_the_next() -> N
         late = group(index)
         buffer.start(late)
         buffer.complete(late)
-    assert buffer.counts() == {"ready": 3, "in_flight": 1}
+    assert buffer.counts() == {"ready": 3, "in_flight": 1, "discarded": 0}
     assert buffer.take(0) is None  # two are ready, but group 0 would be two versions old in the batch after this
     buffer.complete(slow)
     second = buffer.take(0)
@@ -164,3 +164,14 @@ def test_what_is_not_trained_is_known_whether_ready_or_under_way() -> None:
     taken = buffer.take(0)
     assert taken == [groups[0], groups[1]]
     assert [item.index for item in buffer.untrained()] == [2, 3]
+
+
+def test_the_end_of_a_run_starts_no_group_that_nobody_trains_on() -> None:
+    buffer = GroupBuffer(2, 3, needed=5)
+    started = []
+    while buffer.room():
+        started.append(group(len(started)))
+        buffer.start(started[-1])
+    assert len(started) == 5, "eight would fit the staleness"
+    buffer.discard(started[0], "test")
+    assert buffer.room() == 1, "a discarded group is replaced"

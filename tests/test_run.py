@@ -298,6 +298,43 @@ def test_functions_of_one_name_keep_their_own_metrics(tmp_path: Path) -> None:
         Trainer(reward_funcs=[], args=small(tmp_path / "run"))
 
 
+# --- failures and resumes ---
+
+
+def test_a_failing_reward_does_not_cost_the_updates_before_it(tmp_path: Path) -> None:
+    calls = 0
+
+    def fails_later(completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        nonlocal calls
+        calls += len(completion_ids)
+        if calls > 8 * 4:
+            raise ValueError("broken")
+        return [float(sum(ids) % 3) for ids in completion_ids]
+
+    trainer = Trainer(reward_funcs=fails_later, args=small(tmp_path / "run", steps=50, buffer={"max_staleness": 0}))
+    with pytest.raises(RewardError, match="broken"):
+        trainer.train()
+    done = len(rows_of(trainer.run_dir, "step"))
+    assert done >= 1 and checkpoints(trainer.run_dir) == [f"step-{done:08d}"]
+    assert "kept: " in rows_of(trainer.run_dir, "end")[0]["text"]
+
+
+def test_a_resume_takes_a_new_learning_rate_and_refuses_another_seed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    Trainer(reward_funcs=digits, args=small(run_dir, steps=2)).train()
+    with pytest.raises(UserError, match=r"^seed differ from the run that was saved"):
+        Trainer(reward_funcs=digits, args=small(run_dir, steps=3, seed=7), resume=True).train()
+    changed = small(run_dir, steps=3, optimizer={"lr": 0.125})
+    Trainer(reward_funcs=digits, args=changed, resume=True).train()
+    assert metrics_of(run_dir)[-1]["learning_rate"] == 0.125
+
+
+def test_buffers_larger_than_their_budget_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", engine={"slots": 64, "cache_gib": 0.001})
+    with pytest.raises(UserError, match=r"engine\.cache_gib"):
+        Trainer(reward_funcs=digits, args=config).train()
+
+
 # --- variants of a run ---
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,16 @@ from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.evaluate import Evaluator
-from trtl_rl.trainer.loop import Loop, RunState
+from trtl_rl.trainer.loading import Phases, load_model, load_tokenizer, stop_ids
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
+from trtl_rl.trainer.state import RunState
 from trtl_rl.trainer.trainer import Trainer, TrainResult, versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from trtl_rl.model.bind import TrainableDecoder
+    from trtl_rl.trainer.loop import Loop
 
 _MAX_SLOTS = 256
 
@@ -42,7 +43,8 @@ class Run:
         self._rewards = RewardRunner(trainer.rewards)
         self._loop: Loop | None = None
         self._worker: RolloutWorker | None = None
-        self._stopped = False
+        self._scorer = trainer.evaluation_scorer()
+        self._stopped = trainer.stop_requested
 
     def __enter__(self) -> Run:
         return self
@@ -55,6 +57,7 @@ class Run:
         if self._worker is not None:
             self._worker.stop(timeout=2.0)  # it may be inside a reward function that hangs
         self._rewards.close()
+        self._scorer.close()
 
     def stop(self) -> None:
         if not self._stopped:
@@ -67,6 +70,8 @@ class Run:
         c, run_dir = self.config, self.trainer.run_dir
         found = checkpoint.whole(run_dir / "checkpoints") if self.trainer.resume else []
         saved = checkpoint.read_state(found[-1]) if found else {}
+        identity = self._identity()
+        _check_same_run(identity, saved.get("identity", identity))
 
         # The engine's process imports torch while this one imports the rest.
         engine = self._engine = HostedEngine(
@@ -75,18 +80,18 @@ class Run:
             timeout=c.engine.timeout,
             refit_timeout=c.refit.timeout,
         )
-        steps_of_start = _Progress(self.metrics, "starting", 5)
+        phases = Phases(self.metrics, 5)
         import torch
 
         torch.set_num_threads(c.threads)
-        tokenizer = self._load_tokenizer()
+        tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)
         context = self._context(task)
-        steps_of_start.next()
-        model = self._load_model()
-        steps_of_start.next()
+        phases.next()
+        model = load_model(self.trainer.source.path, self.trainer.recipe)
+        phases.next()
         decoder = self._bind(model, context)
-        steps_of_start.next()
+        phases.next()
 
         shape = ModelShape.from_hf_config(model.config)
         parameters = sum(p.numel() for p in model.parameters())
@@ -95,7 +100,9 @@ class Run:
             reward_system=", ".join(reward.name for reward in self.trainer.rewards),
             evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
         )
+        # These import torch's training parts, while the engine's process starts.
         from trtl_rl.trainer.learner import Learner
+        from trtl_rl.trainer.loop import Loop
 
         loss = make_loss(c.loss)
         learner = Learner(decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps)
@@ -103,12 +110,14 @@ class Run:
             learner.accelerator.load_state(str(found[-1]))
             ledger.load_state_dict(saved["ledger"])
             # Whoever resumes a run that ended without signal has changed something, and gets as many steps again.
-            self.state = RunState(**{**saved["run"], "no_signal": 0})
+            self.state = RunState(**{**saved["run"], "no_signal": 0, "not_finite": 0})
+            learner.configure_optimizer(self.state.step)
+            ledger.waste("cancelled", saved["untrained_flops"])  # those answers are generated again
         first = self.state.step
         decoder.refresh(first)
-        steps_of_start.next()
+        phases.next()
         self._start_engine(engine, decoder, tokenizer, context)
-        steps_of_start.next()
+        phases.next()
 
         buffer = GroupBuffer(
             c.batch.prompts, c.buffer.max_staleness, first, needed=c.batch.prompts * max(0, c.steps - first)
@@ -132,7 +141,7 @@ class Run:
         )
         evaluator = Evaluator(
             c.evaluation.scorer,
-            self.trainer.evaluation_scorer(),
+            self._scorer,
             task.held_out_prompts(c.evaluation.prompts),
             engine,
             ledger,
@@ -146,9 +155,7 @@ class Run:
         def evaluate(step: int) -> None:
             if not c.evaluation.prompts:
                 return
-            self.metrics.progress("evaluation", 0, 1)
-            last.update(evaluator.run())
-            self.metrics.progress("evaluation", 1, 1)
+            last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
             self.metrics.write("evaluation", step=step, metrics=last)
 
         def save(state: RunState) -> None:
@@ -156,6 +163,7 @@ class Run:
             values = {
                 "step": state.step,
                 "run": vars(state),
+                "identity": identity,
                 "ledger": ledger.state_dict(),
                 **worker.position(),
             }
@@ -179,23 +187,17 @@ class Run:
             state=self.state,
             save=save,
             evaluate=evaluate,
+            probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped
-        loop.parity.prompts = [task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)]
         reason = loop.run()
-        save(self.state)
         worker.stop()
+        save(self.state)
         if reason != "interrupted":
             evaluate(self.state.step)
         ledger.write(run_dir / "ledger.json")
         status = "interrupted" if reason == "interrupted" else "done"
         return TrainResult(status, reason, self.state.step, run_dir, last)
-
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer
-
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.trainer.source.path)
-        return tokenizer
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
         c = self.config
@@ -215,16 +217,6 @@ class Run:
         if task.longest is None:
             return self.trainer.source.context
         return task.longest + c.sampling.max_new_tokens
-
-    def _load_model(self) -> PreTrainedModel:
-        import torch
-        from transformers import AutoModelForCausalLM, logging
-
-        quiet: Any = logging.disable_progress_bar
-        quiet()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.trainer.source.path, dtype=torch.float32)
-        self.trainer.recipe.apply(model)
-        return model
 
     def _bind(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
         from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
@@ -260,12 +252,11 @@ class Run:
     ) -> None:
         """Configure the engine, give it the first version, and compare what both sides run."""
         c = self.config
-        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
         engine.configure(
             decoder.description.to_json(),
             self._kernels.identity,
             self._kernels.compiled,
-            slots=c.engine.slots or min(_MAX_SLOTS, in_flight),
+            slots=self._slots(decoder, context),
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
         )
@@ -283,6 +274,33 @@ class Run:
             differences = one.difference(other)
             if differences:
                 raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
+
+    def _slots(self, decoder: TrainableDecoder, context: int) -> int:
+        """As many as are in flight, at most 256, and as ``engine.cache_gib`` has room for."""
+        from trtl_rl.model.kv import bytes_per_slot
+
+        c, d = self.config, decoder.description
+        one = bytes_per_slot(d.layers, d.kv_heads, d.head_dim, context)
+        room = int(c.engine.cache_gib * 2**30 / one)
+        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
+        slots = c.engine.slots or min(_MAX_SLOTS, in_flight, max(1, room))
+        if slots > room:
+            raise UserError(
+                f"{slots} slots of {context} tokens need {slots * one / 2**30:.1f} GiB for keys and values, and "
+                f"engine.cache_gib is {c.engine.cache_gib:g}. Lower engine.slots or engine.max_context, or raise engine.cache_gib."
+            )
+        return slots
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that was saved."""
+        c = self.config
+        return {
+            "seed": c.seed,
+            "data": self.trainer.rows.fingerprint,
+            "task": c.task.model_dump(mode="json"),
+            "recipe": self.trainer.recipe.digest,
+            "batch.group_size": c.batch.group_size,
+        }
 
     def _describe(self, decoder: TrainableDecoder, parameters: int, first: int) -> None:
         c = self.config
@@ -304,33 +322,11 @@ class Run:
         )
 
 
-class _Progress:
-    """The phases before the first step."""
-
-    def __init__(self, metrics: MetricsWriter, name: str, total: int) -> None:
-        self.metrics, self.name, self.total, self.done = metrics, name, total, 0
-        metrics.progress(name, 0, total)
-
-    def next(self) -> None:
-        self.done += 1
-        self.metrics.progress(self.name, self.done, self.total)
-
-
-def stop_ids(path: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends an answer: all of generation_config.json, of config.json, and the tokenizer's."""
-    found: set[int] = set()
-    file = path / "generation_config.json"
-    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    for value in (listed, getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id):
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list):
-            found.update(value)
-    beyond = sorted(id for id in found if id >= model.config.vocab_size)
-    if beyond:
+def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise UserError for what may not change on resume: order of prompts, held-out rows or precision would."""
+    changed = [key for key in now if now[key] != saved.get(key)]
+    if changed:
         raise UserError(
-            f"{path} names the end-of-sequence ids {beyond}, but the vocabulary has {model.config.vocab_size}."
+            f"{', '.join(changed)} differ from the run that was saved, so it cannot go on with them. Leave them as they "
+            "were, or start a new run from its model."
         )
-    if not found:
-        raise UserError(f"{path} names no end-of-sequence token: add eos_token_id to its generation_config.json.")
-    return sorted(found)

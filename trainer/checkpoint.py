@@ -23,6 +23,8 @@ _FORMAT = 1
 def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], recipe: str, keep: int) -> Path:
     """Write ``directory/step-N`` and remove all but the newest ``keep``."""
     target = directory / f"step-{state['step']:08d}"
+    if target in whole(directory):
+        return target  # saved before, and nothing was trained since
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -12,6 +12,8 @@ from trtl_rl.flops.ledger import Ledger
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Prompt, Request, Sampling
 
+_CHUNK = 256  # prompts between two signs of progress
+
 
 class Evaluator:
     """Scores a greedy and a sampled answer of every prompt at the engine's current version.
@@ -40,28 +42,38 @@ class Evaluator:
         self.sampling, self.seed = sampling, seed
         self._asked = 10**9  # ids of its requests, apart from those of parity probes
 
-    def run(self) -> dict[str, float]:
-        """``eval/…`` metrics; a prompt whose answer gets no score is left out of the mean."""
-        greedy = Sampling(self.sampling.temperature, self.sampling.max_new_tokens, greedy=True)
-        return {
-            f"eval/{self.name}": self._score(self.sampling),
-            f"eval/greedy_{self.name}": self._score(greedy),
-        }
+    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
+        """``eval/…`` metrics; answers without a score are left out of the mean, and a mean of nothing is left out.
 
-    def _score(self, sampling: Sampling) -> float:
+        Args:
+            progress: Called with the answers that are there and their total.
+        """
+        greedy = Sampling(self.sampling.temperature, self.sampling.max_new_tokens, greedy=True)
+        out: dict[str, float] = {}
+        total = 2 * len(self.prompts)
+        for i, (name, sampling) in enumerate([(self.name, self.sampling), (f"greedy_{self.name}", greedy)]):
+            known: list[float] = []
+            for start in range(0, len(self.prompts), _CHUNK):
+                progress(i * len(self.prompts) + start, total)
+                known += self._score(self.prompts[start : start + _CHUNK], sampling)
+            if known:
+                out[f"eval/{name}"] = sum(known) / len(known)
+        progress(total, total)
+        return out
+
+    def _score(self, prompts: list[Prompt], sampling: Sampling) -> list[float]:
         start = time.perf_counter()
         requests = []
-        for prompt in self.prompts:
+        for prompt in prompts:
             self._asked += 1
             requests.append(Request(-self._asked, prompt.ids, 1, sampling, (self.seed, prompt.id, -1)))
         answers = {completion.request_id: completion for completion in self.engine.probe(requests)}
         completions = [answers[request.id] for request in requests]
         flops = sum(
             formulas.prefill(self.shape, len(prompt.ids)) + formulas.decode(self.shape, len(prompt.ids), len(done.ids))
-            for prompt, done in zip(self.prompts, completions, strict=True)
+            for prompt, done in zip(prompts, completions, strict=True)
         )
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
         texts = [self.decode(completion.ids) for completion in completions]
-        scores = self.scorer.score(self.prompts, texts, [completion.ids for completion in completions]).total
-        known = [score for score in scores if score is not None]
-        return sum(known) / max(1, len(known))
+        scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total
+        return [score for score in scores if score is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -29,13 +29,11 @@ class Update:
     Attributes:
         stepped: False when no group carried signal or the gradient was not finite: the weights did not move.
         flops: Of forward and backward passes that ran.
-        tokens: Trained tokens, prompts included.
     """
 
     metrics: dict[str, float]
     stepped: bool
     flops: int
-    tokens: int
 
 
 class Learner:
@@ -73,6 +71,15 @@ class Learner:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, steps))
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(decoder.model, optimizer, schedule)
 
+    def configure_optimizer(self, step: int) -> None:
+        """After a checkpoint was loaded: the configuration's values, not those that the checkpoint was trained with."""
+        schedule = self.schedule.scheduler
+        schedule.base_lrs = [self.config.lr for _ in schedule.base_lrs]
+        for group in self.optimizer.param_groups:
+            group.update(betas=self.config.betas, eps=self.config.eps, weight_decay=self.config.weight_decay)
+            group["initial_lr"] = self.config.lr
+            group["lr"] = self.config.lr * schedule.lr_lambdas[0](step)
+
     def update(self, groups: Sequence[Group], version: int) -> Update:
         """Train on whole groups at weight ``version``, one optimizer step.
 
@@ -81,11 +88,10 @@ class Learner:
         metrics = Accumulator()
         useful = [group for group in groups if group.has_signal()]
         metrics.add("frac_reward_zero_std", len(groups) - len(useful), count=len(groups))
-        flops = tokens = 0
+        flops = 0
         for part in micro_batches(useful, self.config.micro_batch_tokens):
-            loss, part_tokens = self._loss(part, len(groups), metrics)
+            loss = self._loss(part, len(groups), metrics)
             self.accelerator.backward(loss)
-            tokens += part_tokens
             flops += sum(
                 formulas.learning(self.shape, len(group.prompt.ids), len(completion.ids))
                 for group in part
@@ -97,7 +103,7 @@ class Learner:
             for completion, _ in group.scored():
                 metrics.add("off_policy/mean", version - completion.version_first)
                 metrics.add("off_policy/max", version - completion.version_first, how="max")
-        return Update(finish_metrics(metrics.reduce()), stepped, flops, tokens)
+        return Update(finish_metrics(metrics.reduce()), stepped, flops)
 
     @torch.no_grad()
     def logprobs(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Tensor:
@@ -106,7 +112,7 @@ class Learner:
         lengths = [len(completion.ids) for completion in completions]
         return self.decoder.forward(sequences, lengths, self.temperature)[0]
 
-    def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> tuple[Tensor, int]:
+    def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> Tensor:
         rows = [
             (i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()
         ]
@@ -129,7 +135,7 @@ class Learner:
         metrics.merge(out.metrics)
         metrics.add("loss", float(out.loss.detach()), how="sum")
         metrics.add("entropy", float(entropy.sum()), count=entropy.numel())
-        return out.loss, sum(map(len, sequences))
+        return out.loss
 
     def _step(self, metrics: Accumulator) -> bool:
         """Clip and step; a gradient that is not finite is reported and never reaches the weights."""
@@ -168,8 +174,3 @@ def learning_rate_factor(config: OptimizerConfig, step: int, steps: int) -> floa
     if config.schedule == "wsd":
         return min(1.0, (1.0 - progress) / config.decay_fraction)
     return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def parameter_count(model: Any) -> int:
-    """Parameters of a model, shared ones once."""
-    return sum(p.numel() for p in model.parameters())

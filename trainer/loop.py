@@ -30,11 +30,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.config import RunConfig
 from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.errors import EngineError, RewardError, UserError
 from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
 from trtl_rl.refit.sender import send
@@ -42,27 +42,11 @@ from trtl_rl.rollout import Group
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
+from trtl_rl.trainer.state import RunState
 
 STALL_FACTOR = 30.0  # a batch that takes so many times the median step is named
 NO_SIGNAL_LIMIT = 20  # so many steps in a row without any signal end the run
-
-
-@dataclass
-class RunState:
-    """What a checkpoint keeps beside weights and optimizer.
-
-    Attributes:
-        step: Updates done; also the weight version.
-        tokens: Tokens generated.
-        seconds: Wall time of the loop.
-        no_signal: Steps in a row whose groups all had equal rewards.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    no_signal: int = 0
-    step_seconds: list[float] = field(default_factory=list)
+NOT_FINITE_LIMIT = 20  # so many left-out steps in a row end it too
 
 
 class Loop:
@@ -71,6 +55,7 @@ class Loop:
     Args:
         save: Called with the state when a checkpoint is due.
         evaluate: Called with the step when an evaluation is due.
+        probes: Prompts of the parity check, as token ids.
     """
 
     def __init__(
@@ -86,13 +71,15 @@ class Loop:
         state: RunState,
         save: Callable[[RunState], None],
         evaluate: Callable[[int], None],
+        probes: list[list[int]],
     ) -> None:
         self.config, self.engine, self.learner, self.worker = config, engine, learner, worker
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
         self.save, self.evaluate = save, evaluate
         self.budget = Budget(config.budget, config.steps)
-        self.parity = ParityCheck(config, engine, learner)
+        self.parity = ParityCheck(config, engine, learner, ledger, probes)
         self.stop = False
+        self._busy = engine.busy_seconds
 
     def run(self) -> str:
         """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``."""
@@ -100,7 +87,11 @@ class Loop:
         if reason is None:
             self.worker.start()
         while reason is None:
-            groups = self._next_batch()
+            try:
+                groups = self._next_batch()
+            except (EngineError, RewardError, UserError):
+                self._save_what_is_whole()
+                raise
             if groups is None:
                 break  # stopped while waiting
             self._step(groups)
@@ -112,6 +103,11 @@ class Loop:
             if every and self.state.step % every == 0 and reason is None:
                 self.evaluate(self.state.step)
         return reason or "interrupted"
+
+    def _save_what_is_whole(self) -> None:
+        """The rollout side has failed between two updates: the learner is whole, and its work is worth keeping."""
+        if self.state.step:
+            self.save(self.state)
 
     def _ended(self) -> str | None:
         if self.stop:
@@ -157,6 +153,9 @@ class Loop:
         out.update(self.ledger.step_metrics())
         out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
         tokens, rewarded = self.worker.counters.take()
+        busy = self.engine.busy_seconds
+        self.ledger.add("search", 0, max(0.0, busy - self._busy))
+        self._busy = busy
         s.tokens += tokens
         refitted = time.perf_counter()
         self.buffer.advance(version + 1)
@@ -250,6 +249,12 @@ class Loop:
                 "warning",
                 "Three steps in a row without signal: in every group all rewards are equal, so the loss is 0 and nothing is "
                 "learned. Are the prompts too hard or too easy, or is sampling.max_new_tokens too small?",
+            )
+        s.not_finite = s.not_finite + 1 if signal and not stepped else 0
+        if s.not_finite >= NOT_FINITE_LIMIT:
+            raise FloatingPointError(
+                f"The gradient was not finite in {s.not_finite} steps in a row; the weights are those before them. Lower "
+                "optimizer.lr, or look for extreme rewards."
             )
         if signal and not stepped:
             self.metrics.message(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from trtl_rl.config import RunConfig
 from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import ParityError
+from trtl_rl.flops import formulas
+from trtl_rl.flops.ledger import Ledger
 from trtl_rl.metrics import MetricsWriter
-from trtl_rl.rollout import Request, Sampling
+from trtl_rl.rollout import Completion, Request, Sampling
 from trtl_rl.trainer.learner import Learner
 
 
@@ -21,19 +24,23 @@ class ParityCheck:
     Prompts are those of the run, so that a probe's path is the one that training rollouts take.
     """
 
-    def __init__(self, config: RunConfig, engine: RolloutEngine, learner: Learner) -> None:
-        self.config, self.engine, self.learner = config.parity, engine, learner
+    def __init__(
+        self, config: RunConfig, engine: RolloutEngine, learner: Learner, ledger: Ledger, prompts: list[list[int]]
+    ) -> None:
+        self.config, self.engine, self.learner, self.ledger = config.parity, engine, learner, ledger
+        self.prompts = prompts[: config.parity.prompts]
         self.sampling = Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
         self.seed = config.seed
-        self.prompts: list[list[int]] = []
         self._asked = 0
 
     def after_refit(self, version: int, metrics: MetricsWriter) -> dict[str, float]:
         """Compare when it is due. Raises ParityError above ``parity.stop``."""
-        if not self.config.every or version % self.config.every or not self.prompts:
+        due = self.config.every and (version % self.config.every == 0 or version == 1)
+        if not due or not self.prompts:
             return {}
+        start = time.perf_counter()
         requests = []
-        for prompt in self.prompts[: self.config.prompts]:
+        for prompt in self.prompts:
             self._asked += 1
             requests.append(
                 Request(-self._asked, prompt, 4, self.sampling, (self.seed, -self._asked, version), logprobs=True)
@@ -41,21 +48,34 @@ class ParityCheck:
         by_id = {request.id: request for request in requests}
         completions = sorted(self.engine.probe(requests), key=lambda item: (-item.request_id, item.sample))
         ours = self.learner.logprobs([by_id[c.request_id].ids for c in completions], completions)
+        self._charge(requests, completions, time.perf_counter() - start)
         theirs = torch.tensor([value for completion in completions for value in completion.logprobs or []])
         found = compare(ours, theirs, [len(completion.ids) for completion in completions])
         largest = found["mismatch/max_abs"]
-        if self.config.stop is not None and largest > self.config.stop:
+        if self.config.stop is not None and not largest <= self.config.stop:  # NaN stops too
             raise ParityError(
                 f"At version {version} trainer and engine differ by {largest:.3g} in a logprob (parity.stop="
                 f"{self.config.stop:g}), in {found['mismatch/differing_tokens']:.0f} of {found['mismatch/tokens']:.0f} tokens."
             )
-        if largest > self.config.warn:
+        if not largest <= self.config.warn:
             metrics.message(
                 "warning",
                 f"At version {version} trainer and engine differ in {found['mismatch/differing_tokens']:.0f} of "
                 f"{found['mismatch/tokens']:.0f} logprobs, by up to {largest:.3g}.",
             )
         return found
+
+    def _charge(self, requests: list[Request], completions: list[Completion], seconds: float) -> None:
+        """Count the probes apart from the roles: generating them, and the learner's forward passes."""
+        shape = self.learner.shape
+        prompt = {request.id: len(request.ids) for request in requests}
+        flops = sum(formulas.prefill(shape, length) for length in prompt.values())
+        for completion in completions:
+            n = prompt[completion.request_id]
+            flops += (
+                formulas.decode(shape, n, len(completion.ids)) + formulas.learning(shape, n, len(completion.ids)) // 3
+            )
+        self.ledger.apart("parity", flops, seconds)
 
 
 def compare(trainer: Tensor, engine: Tensor, lengths: list[int]) -> dict[str, float]:

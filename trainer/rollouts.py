@@ -90,10 +90,15 @@ class RolloutWorker:
             self._thread.join(timeout)
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint keeps: ``next_index``, and the indices before it that are ``untrained``."""
+        """What a checkpoint keeps: ``next_index``, the indices before it that are ``untrained``, and what those have cost."""
         with self._lock:
             waiting = [group.index for group in self.buffer.untrained()]
-            return {"next_index": self.next_index, "untrained": sorted([*self._again, *waiting])}
+            spent = sum(self.search_flops(group) for group in self.buffer.ready())
+            return {
+                "next_index": self.next_index,
+                "untrained": sorted([*self._again, *waiting]),
+                "untrained_flops": spent,
+            }
 
     def _run(self) -> None:
         try:
@@ -104,9 +109,22 @@ class RolloutWorker:
                 else:
                     self.buffer.wait_for_room(0.05)
             if self._open:
-                self.engine.cancel(list(self._open))
+                self._cancel()
         except BaseException as error:
             self.buffer.fail(error)
+
+    def _cancel(self) -> None:
+        """Stop what is unfinished, and count what it cost."""
+        self.engine.cancel(list(self._open))
+        end = time.monotonic() + 2.0
+        while self._open and time.monotonic() < end:
+            for completion in self.engine.poll(0.05):
+                group = self._open[completion.request_id]
+                group.completions.append(completion)
+                if len(group.completions) == self.group_size:
+                    del self._open[group.index]
+                    self._charge(group)
+                    self.ledger.waste("cancelled", self.search_flops(group))
 
     def _submit(self) -> None:
         requests = []

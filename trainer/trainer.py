@@ -17,7 +17,6 @@ from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards
-from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, check_rows, open_rows
 from trtl_rl.trainer import checkpoint
@@ -108,6 +107,7 @@ class Trainer:
         self._check_evaluation()
         self.resume = resume
         self._run: Run | None = None
+        self._prepared = self._made_directory = self.stop_requested = False
 
     def train(self) -> TrainResult:
         """Run to the end of steps or budget, or until :meth:`stop`; everything is in ``run_dir`` afterwards.
@@ -117,10 +117,14 @@ class Trainer:
         """
         from trtl_rl.trainer.assembly import Run
 
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.prepare()
+        self._prepared = False
+        if not self.resume and (self.run_dir / "metrics.jsonl").exists():
+            raise UserError(f"This Trainer has run already, in {self.run_dir}: make a new one with another run_dir.")
         (self.run_dir / "config.yaml").write_text(self._config_text())
         metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
         started = time.monotonic()
+        run: Run | None = None
         try:
             with Run(self, metrics, started) as run:
                 self._run = run
@@ -128,20 +132,38 @@ class Trainer:
             metrics.write("end", status=result.status, step=result.step, text=_closing_text(self, result))
             return result
         except BaseException as error:
-            text = "stopped at once; nothing was saved after the last checkpoint"
-            if not isinstance(error, KeyboardInterrupt):
-                text = f"{type(error).__name__}: {error}"
-            step = self._run.state.step if self._run is not None else 0
-            metrics.write("end", status="failed", step=step, text=text)
-            if isinstance(error, UserError) and not self.resume and step == 0:
-                shutil.rmtree(self.run_dir)  # was empty or absent: the corrected command shall find it so
+            step = run.state.step if run is not None else 0
+            saved = checkpoint.whole(self.run_dir / "checkpoints")
+            kept = f"kept: {saved[-1]}" if saved else "there is no checkpoint yet"
+            text = "stopped at once" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+            metrics.write("end", status="failed", step=step, text=f"{text}\n{kept}")
+            if isinstance(error, UserError) and self._made_directory and step == 0:
+                shutil.rmtree(self.run_dir)  # the corrected command shall find it absent
             raise
         finally:
             self._run = None
             metrics.close()
 
+    def prepare(self) -> None:
+        """Make the run directory, under another name if another run has taken a default one meanwhile."""
+        if self._prepared:
+            return
+        while True:
+            try:
+                self.run_dir.mkdir(parents=True)
+                self._made_directory = True
+                break
+            except FileExistsError:
+                if self.config.run_dir is not None:
+                    break  # empty, as was checked, or that of the run that goes on
+                self.run_dir = _run_directory(self.config, False, self._resume_by)
+            except OSError as error:
+                raise UserError(f"The run directory {self.run_dir} cannot be made: {error.strerror}.") from None
+        self._prepared = True
+
     def stop(self) -> None:
         """Finish the step under way, save and return from :meth:`train`; callable from a signal handler or a thread."""
+        self.stop_requested = True
         if self._run is not None:
             self._run.stop()
 
@@ -151,8 +173,9 @@ class Trainer:
 
     def _check_evaluation(self) -> None:
         c = self.config
+        scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
         if c.evaluation.prompts:
-            check_columns(load_rewards([RewardConfig(name=c.evaluation.scorer)]), self.rows.columns)
+            check_columns(scorer, self.rows.columns)
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
 
@@ -161,10 +184,6 @@ class Trainer:
         values = self.config.model_dump(mode="json")
         values["run_dir"] = str(self.run_dir)
         return yaml.safe_dump(values, sort_keys=False)
-
-
-def sampling_of(config: RunConfig) -> Sampling:
-    return Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
 
 
 def _named(functions: list[RewardFunction]) -> list[Reward]:

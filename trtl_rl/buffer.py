@@ -99,9 +99,15 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def counts(self) -> dict[str, int]:
-        """Groups that are ready and that are being generated."""
+        """Groups that are ready, that are being generated, and that were discarded so far."""
         with self._changed:
-            return {"ready": len(self._ready), "in_flight": len(self._in_flight)}
+            discarded = sum(self.discarded.values())
+            return {"ready": len(self._ready), "in_flight": len(self._in_flight), "discarded": discarded}
+
+    def ready(self) -> list[Group]:
+        """Groups that wait to be trained on."""
+        with self._changed:
+            return list(self._ready.values())
 
     def untrained(self) -> list[Group]:
         """Groups that were started and not yet handed out, in order: what a checkpoint must not forget."""

@@ -55,10 +55,10 @@ class RewardConfig(Part):
 class EngineConfig(Part):
     """The rollout engine."""
 
-    backend: Literal["torch"] = "torch"
     slots: Count | None = Field(
         None, description="Completions generated at once; default: what is in flight, at most 256."
     )
+    cache_gib: Positive = Field(4.0, description="Memory for keys and values, in GiB; it bounds slots and context.")
     max_context: Count | None = Field(None, description="Longest prompt plus answer; default: what the run needs.")
     threads: Count = Field(1, description="Threads of the engine's process.")
     timeout: Positive = Field(600.0, description="Seconds without an answer after which the engine counts as hung.")
@@ -114,6 +114,12 @@ class OptimizerConfig(Part):
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = Field(16384, description="Tokens per forward and backward; a group is never cut.")
 
+    @model_validator(mode="after")
+    def _only_wsd_decays_late(self) -> OptimizerConfig:
+        if self.schedule != "wsd" and self.decay_fraction != OptimizerConfig.model_fields["decay_fraction"].default:
+            raise ValueError("optimizer.decay_fraction belongs to optimizer.schedule=wsd")
+        return self
+
 
 class BufferConfig(Part):
     """How far rollouts may run ahead of the learner."""
@@ -129,7 +135,6 @@ class BufferConfig(Part):
 class RefitConfig(Part):
     """How new weights travel to the engine."""
 
-    mode: Literal["full"] = "full"
     bucket_bytes: Count = Field(64 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")
 
@@ -137,7 +142,7 @@ class RefitConfig(Part):
 class CheckpointConfig(Part):
     """When to save, and how many to keep."""
 
-    every: Annotated[int, Field(ge=0)] = Field(0, description="Steps between checkpoints; 0: at the end only.")
+    every: Annotated[int, Field(ge=0)] = Field(50, description="Steps between checkpoints; 0: at the end only.")
     keep: Count = 2
 
 
@@ -152,7 +157,9 @@ class BudgetConfig(Part):
 class ParityConfig(Part):
     """Probes after refits: the engine's logprobs beside the trainer's at the same weight version."""
 
-    every: Annotated[int, Field(ge=0)] = Field(10, description="Updates between probes; 0: never.")
+    every: Annotated[int, Field(ge=0)] = Field(
+        10, description="Updates between probes, the first update always; 0: never."
+    )
     prompts: Count = 2
     warn: Annotated[float, Field(ge=0)] = Field(0.0, description="Warn when max |difference of logprobs| exceeds this.")
     stop: Annotated[float, Field(ge=0)] | None = Field(None, description="Stop the run above this.")

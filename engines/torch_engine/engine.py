@@ -46,8 +46,8 @@ class TorchEngine:
         stop_ids: Sequence[int],
     ) -> None:
         d = description
-        self.kernels = kernels
         self.weights = DecoderWeights(d, kernels)
+        self.busy_seconds = 0.0
         self.context = context
         self._rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context)
         self._buffers = KeyValueBuffers(d.layers, slots, d.kv_heads, d.head_dim, context)
@@ -173,15 +173,16 @@ class TorchEngine:
         """Start what fits, then generate one token for every completion."""
         if self._receiver.state != "ready":
             raise EngineError(f"The engine refuses to generate: {self._refusal()}")
+        start = time.perf_counter()
         if not self._draining:
             self._start()
         slots = self._slots.active()
-        if len(slots) == 0:
-            return
-        rows = self._rows(self._slots.last[slots], slots, self._slots.position[slots])
-        hidden = forward_rows(self.weights, self._buffers, rows)
-        self._slots.position[slots] += 1
-        self._emit(slots, hidden)
+        if len(slots):
+            rows = self._rows(self._slots.last[slots], slots, self._slots.position[slots])
+            hidden = forward_rows(self.weights, self._buffers, rows)
+            self._slots.position[slots] += 1
+            self._emit(slots, hidden)
+        self.busy_seconds += time.perf_counter() - start
 
     def _start(self) -> None:
         """Give free slots to waiting requests, prefill each prompt once, and draw the first tokens."""

@@ -1,4 +1,4 @@
-"""Slots: the state of every completion that is being generated, as arrays, so that a step touches no Python objects."""
+"""Slots: the state of every completion that is being generated, as arrays, so that a step is a few calls."""
 
 from __future__ import annotations
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from trtl_rl.errors import EngineError
 
 Job = tuple[str, Any, Path]
 
@@ -19,39 +24,46 @@ def compile_units(jobs: Sequence[Job], workers: int | None = None) -> Iterator[P
     Compiling is mostly a C++ compiler at work, so each worker takes one core.
 
     Raises:
-        RuntimeError: a unit did not compile; carries the compiler's text.
+        EngineError: a unit did not compile; carries the compiler's text.
     """
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[i::workers]) for i in range(workers)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-        )
-        for _ in shares
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in shares]
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=error,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the trainer's; it ends the whole group, the C++ compiler included
+            )
+            for error in errors
+        ]
+        stack.callback(_end, running)
         for process, share in zip(running, shares, strict=True):
             assert process.stdin is not None
             process.stdin.write(pickle.dumps(share))
             process.stdin.close()
-        for process, share in zip(running, shares, strict=True):
-            assert process.stdout is not None and process.stderr is not None
+        for process, share, error in zip(running, shares, errors, strict=True):
+            assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(b"done "):
                     yield Path(line[5:].decode().strip())
-            error = process.stderr.read().decode()
             if process.wait() != 0 or not all(path.exists() for _, _, path in share):
-                raise RuntimeError(
-                    f"An operator did not compile; run with compile=false to go on without.\n{error[-4000:]}"
-                )
-    finally:
-        for process in running:
-            process.kill()
+                error.seek(0)
+                text = error.read().decode(errors="replace")[-4000:]
+                raise EngineError(f"An operator did not compile; run with compile=false to go on without.\n{text}")
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in running:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trtl_rl.errors import EngineError
 from trtl_rl.kernels import ops, spec, units
-from trtl_rl.kernels.spec import ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
+from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -108,7 +108,11 @@ class KernelSet:
         for unit, kind in jobs:
             self._unit(unit, kind)
         for unit, kind in jobs:
-            if unit not in (units.Attention, units.TokenLogprob):  # those have no weights to draw
+            if unit is units.Attention:
+                self._check_attention(kind)
+            elif unit is units.TokenLogprob:
+                self._check_logprob(kind)
+            else:
                 self._check(unit, kind)
 
     def layer(self, kind: LayerSpec) -> LayerUnits:
@@ -172,23 +176,62 @@ class KernelSet:
         run = self._unit(unit, kind)
         with torch.inference_mode():
             whole = run(wide)
-            if self.compiled:
-                for a, b in zip(whole, _eager(unit, kind)(wide), strict=True):
-                    # Last bits differ, and FP8 turns some of them into whole steps of the grid; wrong code is far off.
-                    if not (a - b).abs().mean() <= 0.02 * b.abs().mean() + 1e-6:
-                        raise EngineError(
-                            f"The compiled {unit.__name__} computes other values than the eager one: the compiler of this "
-                            "torch is at fault. Run with compile=false, and report it with the output of `trtl-rl env`."
-                        )
-            if backward:
-                return
-            for rows in torch.randperm(3 * ROW_TILE, generator=generator).split(ROW_TILE):
+            # Last bits differ, and FP8 turns some of them into whole steps of the grid; wrong code is far off.
+            eager = _eager(unit, kind)(wide) if self.compiled else whole
+            correct = all(
+                (a - b).abs().mean() <= 0.02 * b.abs().mean() + 1e-6 for a, b in zip(whole, eager, strict=True)
+            )
+            invariant = True
+            for rows in () if backward else torch.randperm(3 * ROW_TILE, generator=generator).split(ROW_TILE):
                 part = run([x[rows] if d else x for x, d in zip(wide, example.dynamic, strict=True)])
-                if not all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True)):
-                    raise EngineError(
-                        f"{unit.__name__} is not row-invariant on this machine: a row's bits depend on the batch. "
-                        "Use one thread (threads=1 engine.threads=1); if that does not help, compile=false."
-                    )
+                invariant &= all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
+        self._require(unit, invariant, correct)
+
+    def _check_attention(self, kind: Any) -> None:
+        """A row's bits must not depend on its company, on the capacity of the buffers or on how many keys are visited."""
+        generator = torch.Generator().manual_seed(1)
+        slots, length = 4, 4 * KEY_TILE
+        q = torch.randn(2 * ROW_TILE, kind.heads, kind.head_dim, generator=generator)
+        keys = torch.randn(slots, kind.kv_heads, kind.head_dim, length, generator=generator)
+        values = torch.randn(slots, kind.kv_heads, length, kind.head_dim, generator=generator)
+        sequence = torch.randint(slots, (2 * ROW_TILE,), generator=generator)
+        position = torch.randint(2 * KEY_TILE, (2 * ROW_TILE,), generator=generator)
+        run = self._unit(units.Attention, kind)
+        with torch.inference_mode():
+            (whole,) = run([q, keys, values, sequence, position, torch.arange(length)])
+            rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
+            short = [keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE]]
+            (part,) = run([q[rows], *short, sequence[rows], position[rows], torch.arange(2 * KEY_TILE)])
+            eager = ops.attention_by_tiles(q, keys, values, sequence, position, torch.arange(length))
+        self._require(
+            units.Attention, torch.equal(whole[rows], part), torch.allclose(whole, eager, atol=1e-4, rtol=1e-4)
+        )
+
+    def _check_logprob(self, kind: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        logits = torch.randn(2 * ROW_TILE, kind.vocab, generator=generator)
+        ids = torch.randint(kind.vocab, (2 * ROW_TILE,), generator=generator)
+        temperature = torch.rand(2 * ROW_TILE, generator=generator) + 0.5
+        rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
+        run = self._unit(units.TokenLogprob, kind)
+        with torch.inference_mode():
+            whole, part = run([logits, ids, temperature]), run([logits[rows], ids[rows], temperature[rows]])
+            eager = ops.token_logprob(logits, ids, temperature)
+        same = all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
+        close = all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(whole, eager, strict=True))
+        self._require(units.TokenLogprob, same, close)
+
+    def _require(self, unit: type[units.Unit], invariant: bool, correct: bool) -> None:
+        if not correct:
+            raise EngineError(
+                f"The compiled {unit.__name__} computes other values than the eager one: the compiler of this torch is at "
+                "fault. Run with compile=false, and report it with the output of `trtl-rl env`."
+            )
+        if not invariant:
+            raise EngineError(
+                f"{unit.__name__} is not row-invariant on this machine: a row's bits depend on the batch. Use one thread "
+                "(threads=1 engine.threads=1); if that does not help, compile=false."
+            )
 
 
 def _eager(unit: type[units.Unit], kind: Any) -> Run:
@@ -201,8 +244,9 @@ def _eager(unit: type[units.Unit], kind: Any) -> Run:
 
 
 def _identity(compiled: bool) -> str:
-    parts = [inspect.getsource(module) for module in (ops, units, spec, codec, formats)]
+    parts = [inspect.getsource(item) for item in (ops, units, spec, codec, formats, write_package)]
     parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    parts.append(_processor_features())
     parts += [f"python {sys.version_info[:2]}"]
     if compiled:
         import subprocess
@@ -213,6 +257,15 @@ def _identity(compiled: bool) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def _processor_features() -> str:
+    """What ``-march=native`` looks at: two processors of one capability may differ in it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
 def write_package(unit: units.Unit, path: Path) -> None:
     """Export a unit and write its AOTInductor package; the file appears whole or not at all."""
     import logging
@@ -221,7 +274,7 @@ def write_package(unit: units.Unit, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     example = unit.example()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
         # One named argument for all tensors: units take any number of them.
         program = torch.export.export(unit, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
@@ -231,4 +284,6 @@ def write_package(unit: units.Unit, path: Path) -> None:
             # One thread: the artefact has no parallel reductions, whatever the process sets.
             inductor_configs={"cpp.threads": 1},
         )
-        os.replace(made, path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        shutil.copyfile(made, partial)
+        os.replace(partial, path)

@@ -28,8 +28,12 @@ def check_architecture(config: Any) -> None:
         raise UserError(f"The model's activation {config.hidden_act!r} is not supported; it must be silu.")
     if getattr(config, "attention_dropout", 0.0):
         raise UserError("The model asks for attention_dropout, which is not supported: set it to 0 in its config.json.")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            "The model's weights are quantised (quantization_config): start from its high-precision checkpoint."
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_TYPES:
         raise UserError(f"Rope type {kind!r} is not supported; supported are {', '.join(sorted(_ROPE_TYPES))}.")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -47,7 +47,6 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
         tied=model.lm_head.weight is model.model.embed_tokens.weight,
         inverse_frequencies=tuple(rotary.inv_freq.float().tolist()),
         attention_scaling=float(rotary.attention_scaling),
-        max_positions=config.max_position_embeddings,
         coverage=expand(model),
     )
 
@@ -96,9 +95,7 @@ class TrainableDecoder:
             rounded = self.parameters[spec.name].detach().bfloat16()
             format = formats.get(spec.name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
             if not rounded.isfinite().all():
-                raise FloatingPointError(
-                    f"{spec.name} holds NaN or infinite values; the last whole checkpoint is kept."
-                )
+                raise FloatingPointError(f"{spec.name} holds NaN or infinite values; it was not sent to the engine.")
             if format is None:
                 tensors[spec.name] = rounded
             else:

@@ -26,7 +26,6 @@ class DecoderDescription:
         tied: Whether the output head is the embedding.
         inverse_frequencies: Of the rotary embedding, [head_dim / 2].
         attention_scaling: Factor on the rotary tables (YaRN), 1.0 otherwise.
-        max_positions: Context length of the checkpoint.
         coverage: The expanded recipe, in checkpoint names.
     """
 
@@ -43,7 +42,6 @@ class DecoderDescription:
     tied: bool
     inverse_frequencies: tuple[float, ...]
     attention_scaling: float
-    max_positions: int
     coverage: Coverage
 
     def linear_name(self, layer: int, role: str) -> str:

@@ -75,10 +75,6 @@ class KeyValueBuffers:
         self.keys = [torch.zeros(slots, kv_heads, head_dim, length) for _ in range(layers)]
         self.values = [torch.zeros(slots, kv_heads, length, head_dim) for _ in range(layers)]
 
-    @property
-    def bytes(self) -> int:
-        return 2 * sum(tensor.numel() * tensor.element_size() for tensor in self.keys)
-
     def attend(self, layer: int, units: LayerUnits, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Store the rows' keys and values, then attend: q [M, heads, D] → [M, heads * D]."""
         n = rows.count
@@ -94,6 +90,11 @@ class KeyValueBuffers:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[index, :, :, :length] = keys[source, :, :, :length]
             values[index, :, :length] = values[source, :, :length]
+
+
+def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, length: int) -> int:
+    """Memory of one slot's keys and values over ``length`` positions."""
+    return 2 * 4 * layers * kv_heads * head_dim * round_up(length, KEY_TILE)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -30,13 +30,6 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def bytes(self) -> int:
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count * self.dtype.itemsize
-
 
 def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
     """Every tensor of a version in name order: e4m3 ``*.weight`` with float32 scales, bfloat16 for the rest."""

@@ -59,6 +59,7 @@ def send(
             target.write(bucket)
         moved = time.perf_counter()
         result = target.finish_refit()
+        finished = time.perf_counter()
     except BaseException:
         with contextlib.suppress(EngineError):  # a dead engine needs no abort, and the first error is the one to tell
             target.abort_refit()
@@ -71,5 +72,4 @@ def send(
     changed = total
     if previous is not None:
         changed = sum(int((t != previous[n]).sum()) * t.element_size() for n, t in tensors.items())
-    finish = time.perf_counter() - moved
-    return RefitReport(total, changed / total, moved - start, result.decode_seconds, finish)
+    return RefitReport(total, changed / total, moved - start, result.decode_seconds, finished - moved)

@@ -152,8 +152,9 @@ class RewardRunner:
         """Stop the event loop. Safe to call twice."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(2.0)
+            if not self._thread.is_alive():  # else a reward blocks its loop; the thread ends with the process
+                self._loop.close()
             self._loop = self._thread = None
 
     @staticmethod

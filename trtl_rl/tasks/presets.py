@@ -23,15 +23,17 @@ class Preset:
     Attributes:
         task: Values of ``TaskConfig`` by key.
         rewards: Names of built-in rewards.
+        scorer: The evaluation target.
     """
 
     task: dict[str, Any] = field(default_factory=dict)
     rewards: tuple[str, ...] = ("exact_match",)
+    scorer: str = "exact_match"
 
 
 PRESETS = {
     "demo": Preset(),
-    "gsm8k": Preset({"prompt_column": "question", "template": GSM8K_TEMPLATE}, ("math_answer",)),
+    "gsm8k": Preset({"prompt_column": "question", "template": GSM8K_TEMPLATE}, ("math_answer",), "math_answer"),
 }
 
 
@@ -55,4 +57,6 @@ def apply_preset(config: RunConfig) -> RunConfig:
     update: dict[str, Any] = {"task": task}
     if "rewards" not in config.model_fields_set:
         update["rewards"] = [RewardConfig(name=reward) for reward in preset.rewards]
+    if "scorer" not in config.evaluation.model_fields_set:
+        update["evaluation"] = config.evaluation.model_copy(update={"scorer": preset.scorer})
     return config.model_copy(update=update)

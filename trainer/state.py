@@ -1,0 +1,25 @@
+"""What the loop carries from step to step, and a checkpoint keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RunState:
+    """What a checkpoint keeps beside weights and optimizer.
+
+    Attributes:
+        step: Updates done; also the weight version.
+        tokens: Tokens generated.
+        seconds: Wall time of the steps, without evaluations and checkpoints.
+        no_signal: Steps in a row whose groups all had equal rewards.
+        not_finite: Steps in a row that were left out because of a gradient that is not finite.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    no_signal: int = 0
+    not_finite: int = 0
+    step_seconds: list[float] = field(default_factory=list)
