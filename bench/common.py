@@ -33,6 +33,11 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def spread(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Least and largest seconds of each piece of work."""
+    return {name: [round(min(values), 4), round(max(values), 4)] for name, values in seconds.items()}
+
+
 def write_result(name: str, result: dict[str, Any]) -> Path:
     """Write ``bench/results/<name>.json`` with date and machine, and print it."""
     import torch
@@ -46,6 +51,6 @@ def write_result(name: str, result: dict[str, Any]) -> Path:
         "python": platform.python_version(),
     }
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**machine, **result}, indent=2) + "\n")
-    print(path.read_text())
+    path.write_text(json.dumps({**machine, **result}, indent=1) + "\n")
+    print(f"{path}: {str(result)[:2000]}", flush=True)
     return path

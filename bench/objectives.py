@@ -36,9 +36,9 @@ def one_run(objective: str, staleness: int, seed: int, steps: int) -> dict[str, 
         "max_staleness": staleness,
         "seed": seed,
         "status": done.returncode,
-        "reward": [m["reward"] for m in steps_of],
-        "imbalance": [m.get("asympo/imbalance") for m in steps_of],
-        "floor_frac": [m.get("asympo/floor_frac") for m in steps_of],
+        "reward": [round(m["reward"], 3) for m in steps_of],
+        "imbalance": [round(m.get("asympo/imbalance") or 0.0, 2) for m in steps_of],
+        "floor_frac": [round(m.get("asympo/floor_frac") or 0.0, 3) for m in steps_of],
         "mean_staleness": sum(m["off_policy/mean"] for m in steps_of) / len(steps_of),
         "step_seconds": sum(m["timing_s/step"] for m in steps_of) / len(steps_of),
         "before": evaluations[0],
@@ -76,18 +76,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), help="runs of the others are kept")
     a = parser.parse_args()
-    runs = []
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / "objectives.json"
+    known = json.loads(file.read_text())["runs"] if file.exists() else []
+    runs = [run for run in known if run["objective"] not in a.objectives]
     for staleness in a.staleness:
-        for objective in OBJECTIVES:
+        for objective in a.objectives:
             for seed in range(a.seeds):
                 runs.append(one_run(objective, staleness, seed, a.steps))
-                r = runs[-1]
-                print(f"{objective} staleness {staleness} seed {seed}: {r['before']} -> {r['after']}", flush=True)
-    for run in runs:
-        run["reward"] = [round(value, 3) for value in run["reward"]]
+                write_result("objectives", {"runs": runs})
     plot(runs, RESULTS / "objectives.png")
-    write_result("objectives", {"runs": runs})
 
 
 if __name__ == "__main__":

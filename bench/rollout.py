@@ -12,7 +12,7 @@ import argparse
 import copy
 
 import torch
-from common import interleaved, medians, write_result
+from common import interleaved, medians, spread, write_result
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trtl_rl.engines.torch_engine.engine import TorchEngine
@@ -97,7 +97,8 @@ def main() -> None:
         "engine, FP8 recipe, exact": lambda: ours("fp8_block"),
         "engine, recipe off, exact": lambda: ours("none"),
     }
-    seconds = medians(interleaved(works, a.repeats))
+    taken = interleaved(works, a.repeats)
+    seconds = medians(taken)
     base = seconds["transformers generate, FP32"]
     tokens = a.prompts * a.new_tokens
     write_result(
@@ -106,6 +107,7 @@ def main() -> None:
             "model": (a.model and a.model.rstrip("/").split("/")[-1]) or "Qwen3, 1.09 M parameters, random weights",
             "work": f"{a.prompts} prompts of {a.prompt_tokens} tokens, {a.new_tokens} new tokens each, 1 thread",
             "kernels": kernels.description,
+            "seconds_min_max": spread(taken),
             "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},
             "ratio_to_generate": {name: round(base / value, 2) for name, value in seconds.items()},
         },

@@ -29,7 +29,7 @@ class ASymPO:
     has no gradient.
 
     Args:
-        floor: Least S in the denominator. The paper asks for one without a value [P]; 0.001 is our choice [D]: there it
+        floor: Least S in the denominator. The paper asks for one without a value [P]; 2e-4 is our choice [D]: there it
             binds only on nearly deterministic responses, whose 1/S explodes.
         p_low: Bound for tokens of negative responses, a probability; the paper takes 0.01 to 0.05 [P].
         p_high: Bound for tokens of positive responses, a probability; the paper takes 0.95 to 0.99 [P].
@@ -39,7 +39,7 @@ class ASymPO:
     responses at their bound; only where the bound is set). Responses with A = 0 or without tokens do not count.
     """
 
-    FLOOR = 0.001
+    FLOOR = 2e-4
 
     needs_behaviour_logprobs: bool = False
 
