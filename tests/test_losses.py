@@ -385,7 +385,7 @@ def test_configuration_does_not_reach_the_objective() -> None:
     assert isinstance(asympo, ASymPO)
     assert (asympo.floor, asympo.p_low, asympo.p_high) == (0.5, 0.02, 0.97)
     unset = make_loss(LossConfig())
-    assert isinstance(unset, ASymPO) and (unset.floor, unset.p_low, unset.p_high) == (0.001, None, None)
+    assert isinstance(unset, ASymPO) and (unset.floor, unset.p_low, unset.p_high) == (2e-4, None, None)
     zero = make_loss(LossConfig(name="spo", alpha=0.0))  # 0 is a value, not a missing one
     assert isinstance(zero, SPO) and zero.alpha == 0.0
     spo, grpo = make_loss(LossConfig(name="spo")), make_loss(LossConfig(name="grpo", clip=0.3))
