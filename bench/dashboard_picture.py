@@ -34,7 +34,8 @@ def main(run: Path, step: int, picture: Path) -> None:
     svg = console.export_svg(title="trtl-rl run")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched to show it
     picture.parent.mkdir(exist_ok=True)
-    picture.write_text(svg.replace("Fira Code", "monospace"))
+    svg = svg.replace("Fira Code", "monospace").replace("<svg ", '<svg xml:space="preserve" ', 1)
+    picture.write_text(svg)
 
 
 if __name__ == "__main__":
