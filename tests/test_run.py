@@ -25,6 +25,7 @@ from trtl_rl import Trainer
 from trtl_rl.config import RunConfig
 from trtl_rl.demo.task import demo_rows
 from trtl_rl.errors import RewardError, UserError
+from trtl_rl.kernels.kernel_set import find_compiler
 from trtl_rl.metrics import read_rows
 from trtl_rl.model.source import find_model
 from trtl_rl.rollout import Group
@@ -370,6 +371,28 @@ def test_a_token_budget_ends_the_run_cleanly(tmp_path: Path) -> None:
     assert [row["metrics"]["num_tokens"] >= 300 for row in steps] == [False] * (len(steps) - 1) + [True]
     assert steps[-1]["metrics"]["flops/budget_frac"] >= 1
     assert checkpoints(trainer.run_dir) == [f"step-{n:08d}" for n in (result.step - 1, result.step)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # with nothing in the cache, seven units are compiled first
+@pytest.mark.skipif(find_compiler() is None, reason="operators are compiled where there is a C++ compiler")
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_compiled_operators_of_trainer_and_engine_agree_bit_for_bit(staleness: int, tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run",
+        steps=5,
+        compile=True,
+        batch={"prompts": 8, "group_size": 8},
+        buffer={"max_staleness": staleness},
+        parity={"every": 1, "prompts": 12},
+    )
+    trainer = Trainer(args=config)
+    assert trainer.train().step == 5
+    found = metrics_of(trainer.run_dir)
+    assert all(m["mismatch/differing_tokens"] == m["mismatch/max_abs"] == 0 for m in found)
+    assert sum(m["mismatch/tokens"] for m in found) > 2000
+    assert sum(m["refit/changed_frac"] > 0 for m in found) >= 3, "the weights moved between the probes"
+    assert "compiled" in rows_of(trainer.run_dir, "start")[0]["kernels"]
 
 
 # --- Ctrl-C, through the command line ---
