@@ -9,6 +9,7 @@ Example inputs describe a unit for export: each is a tensor and the meaning of i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,12 @@ class Example:
     dynamic: tuple[Dynamic, ...]
 
 
-class Unit(nn.Module):
+class Unit(nn.Module, ABC):
     """A function of tensors without state of its own."""
 
+    @abstractmethod
     def example(self) -> Example:
-        raise NotImplementedError
+        """Inputs from which the unit is exported."""
 
 
 def project(x: Tensor, specs: Sequence[LinearSpec], operands: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
