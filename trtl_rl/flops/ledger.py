@@ -192,7 +192,7 @@ class Budget:
 
         Args:
             tokens: Generated so far in the whole run.
-            seconds: Of the whole run, earlier sessions of a resumed run included.
+            seconds: Of the whole run, what came before a resume included.
             step: Updates done.
         """
         shares = self._shares(ledger, tokens, seconds, step)
