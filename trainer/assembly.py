@@ -73,7 +73,7 @@ class Run:
         identity = self._identity()
         _check_same_run(identity, saved.get("identity", identity))
 
-        # The engine's process imports torch while this one imports the rest.
+        # The engine's process starts while this one loads tokenizer and model.
         engine = self._engine = HostedEngine(
             run_dir / "logs" / "engine.log",
             threads=c.engine.threads,
@@ -100,7 +100,7 @@ class Run:
             reward_system=", ".join(reward.name for reward in self.trainer.rewards),
             evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
         )
-        # These import torch's training parts, while the engine's process starts.
+        # accelerate comes with these; the engine's process is starting meanwhile.
         from trtl_rl.trainer.learner import Learner
         from trtl_rl.trainer.loop import Loop
 

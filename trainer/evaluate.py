@@ -69,10 +69,8 @@ class Evaluator:
             requests.append(Request(-self._asked, prompt.ids, 1, sampling, (self.seed, prompt.id, -1)))
         answers = {completion.request_id: completion for completion in self.engine.probe(requests)}
         completions = [answers[request.id] for request in requests]
-        flops = sum(
-            formulas.prefill(self.shape, len(prompt.ids)) + formulas.decode(self.shape, len(prompt.ids), len(done.ids))
-            for prompt, done in zip(prompts, completions, strict=True)
-        )
+        pairs = zip(prompts, completions, strict=True)
+        flops = sum(formulas.rollout(self.shape, len(prompt.ids), [len(done.ids)]) for prompt, done in pairs)
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
         texts = [self.decode(completion.ids) for completion in completions]
         scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total

@@ -77,7 +77,7 @@ class Loop:
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
         self.save, self.evaluate = save, evaluate
         self.budget = Budget(config.budget, config.steps)
-        self.parity = ParityCheck(config, engine, learner, ledger, probes)
+        self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
         self._busy = engine.busy_seconds
 

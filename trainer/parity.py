@@ -25,11 +25,16 @@ class ParityCheck:
     """
 
     def __init__(
-        self, config: RunConfig, engine: RolloutEngine, learner: Learner, ledger: Ledger, prompts: list[list[int]]
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        learner: Learner,
+        ledger: Ledger,
+        sampling: Sampling,
+        prompts: list[list[int]],
     ) -> None:
         self.config, self.engine, self.learner, self.ledger = config.parity, engine, learner, ledger
-        self.prompts = prompts[: config.parity.prompts]
-        self.sampling = Sampling(config.sampling.temperature, config.sampling.max_new_tokens)
+        self.sampling, self.prompts = sampling, prompts
         self.seed = config.seed
         self._asked = 0
 
@@ -68,13 +73,11 @@ class ParityCheck:
     def _charge(self, requests: list[Request], completions: list[Completion], seconds: float) -> None:
         """Count the probes apart from the roles: generating them, and the learner's forward passes."""
         shape = self.learner.shape
-        prompt = {request.id: len(request.ids) for request in requests}
-        flops = sum(formulas.prefill(shape, length) for length in prompt.values())
-        for completion in completions:
-            n = prompt[completion.request_id]
-            flops += (
-                formulas.decode(shape, n, len(completion.ids)) + formulas.learning(shape, n, len(completion.ids)) // 3
-            )
+        flops = 0
+        for request in requests:
+            answers = [len(completion.ids) for completion in completions if completion.request_id == request.id]
+            flops += formulas.rollout(shape, len(request.ids), answers)
+            flops += sum(formulas.forward(shape, len(request.ids), tokens) for tokens in answers)
         self.ledger.apart("parity", flops, seconds)
 
 

@@ -203,10 +203,8 @@ class RolloutWorker:
 
     def search_flops(self, group: Group) -> int:
         """FLOPs of generating a group: its prompt once, then every token."""
-        n = len(group.prompt.ids)
-        return formulas.prefill(self.shape, n) + sum(
-            formulas.decode(self.shape, n, len(completion.ids)) for completion in group.completions
-        )
+        answers = (len(completion.ids) for completion in group.completions)
+        return formulas.rollout(self.shape, len(group.prompt.ids), answers)
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

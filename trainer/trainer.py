@@ -169,13 +169,13 @@ class Trainer:
 
     def evaluation_scorer(self) -> RewardRunner:
         """The evaluation target as a runner of its own."""
-        return RewardRunner(load_rewards([RewardConfig(name=self.config.evaluation.scorer)]))
+        return RewardRunner(self._scorer)
 
     def _check_evaluation(self) -> None:
         c = self.config
-        scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
+        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
         if c.evaluation.prompts:
-            check_columns(scorer, self.rows.columns)
+            check_columns(self._scorer, self.rows.columns)
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
 

@@ -89,8 +89,7 @@ class TorchEngine:
         end = time.monotonic() + timeout
         while not self._done and self.has_work() and time.monotonic() < end:
             self.step()
-        done, self._done = self._done, []
-        return done
+        return self.take_done()
 
     def cancel(self, ids: Sequence[int]) -> None:
         cancelled = set(ids)

@@ -16,6 +16,7 @@ Conventions (also in ``CONVENTIONS``, which the ledger prints):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,6 +109,17 @@ def decode(shape: ModelShape, start: int, new_tokens: int) -> int:
     return forwards * 2 * (shape.linear_parameters + shape.head_parameters) + _attention(shape, keys)
 
 
+def rollout(shape: ModelShape, prompt_tokens: int, answers: Iterable[int]) -> int:
+    """FLOPs of generating ``answers`` (tokens of each) to one prompt, which is prefilled once."""
+    return prefill(shape, prompt_tokens) + sum(decode(shape, prompt_tokens, tokens) for tokens in answers)
+
+
+def forward(shape: ModelShape, prompt_tokens: int, answer_tokens: int, *, attention: Attention = "causal") -> int:
+    """FLOPs of scoring an answer: all positions pass the layers, the head is computed where the answer is predicted."""
+    assert prompt_tokens >= 1 and answer_tokens >= 0
+    return _layers(shape, prompt_tokens + answer_tokens, attention) + 2 * shape.head_parameters * answer_tokens
+
+
 def learning(
     shape: ModelShape,
     prompt_tokens: int,
@@ -118,17 +130,14 @@ def learning(
 ) -> int:
     """FLOPs of forward and backward over one prompt with its answer.
 
-    All ``prompt_tokens + answer_tokens`` positions pass the layers; the head is computed at the ``answer_tokens``
-    positions that predict the answer. Backward is twice the forward: a gradient for the input and one for the weight
-    of each linear, and two products for each of attention's.
+    Backward is twice :func:`forward`: a gradient for the input and one for the weight of each linear, and two products
+    for each of attention's.
 
     Args:
         recompute: Add one more forward of the layers (full activation checkpointing); the head is not recomputed.
     """
-    assert prompt_tokens >= 1 and answer_tokens >= 0
-    layers = _layers(shape, prompt_tokens + answer_tokens, attention)
-    head = 2 * shape.head_parameters * answer_tokens
-    return 3 * (layers + head) + (layers if recompute else 0)
+    again = _layers(shape, prompt_tokens + answer_tokens, attention) if recompute else 0
+    return 3 * forward(shape, prompt_tokens, answer_tokens, attention=attention) + again
 
 
 def _layers(shape: ModelShape, tokens: int, attention: Attention) -> int:
