@@ -45,18 +45,22 @@ FORMATS = [
 @pytest.mark.parametrize("parts", [(128, 256), (96, 48, 48), (61,)], ids=str)
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
 @pytest.mark.parametrize("dgrad", ["fp8", "bf16"])
+@pytest.mark.parametrize("fprop", ["fp8", "bf16"])
 @pytest.mark.parametrize("format", FORMATS, ids=["inverse", "pow2", "blocks of 32"])
 def test_dgrad_and_wgrad_are_products_of_quantised_operands(
-    format: BlockFormat, dgrad: Any, wgrad: Any, parts: tuple[int, ...], bias: bool
+    format: BlockFormat, fprop: Any, dgrad: Any, wgrad: Any, parts: tuple[int, ...], bias: bool
 ) -> None:
     tokens, k, n = 256, 160, sum(parts)
-    spec = LinearSpec(k, parts, LinearFormat(None, format, dgrad, wgrad), bias)
+    spec = LinearSpec(k, parts, LinearFormat(None, format, fprop, dgrad, wgrad), bias)
     # rows of very different size, as gradients of different tokens are: grouping decides what survives
     dy = random(tokens, n, seed=1) * 10 ** (3 * random(tokens, 1, seed=2)) * 10 ** random(1, n, seed=6)
     x, operand = random(tokens, k, seed=3), random(k, n, seed=4)
-    dx, grads = units.project_backward(dy, (spec,), [x], [operand, random(n, seed=5)] if bias else [operand])
+    _, kept = ops.quantise_rows(x, spec.format)
+    dx, grads = units.project_backward(dy, (spec,), kept, [operand, random(n, seed=5)] if bias else [operand])
     block, rule = format.block[1], (format.scale, format.round)
     dy64, x64, w64 = dy.double().numpy(), x.double().numpy(), operand.double().numpy()
+    if fprop == "fp8":  # what is quantised along tokens is the operand of the forward pass
+        x64 = reference.dequantised(x64, (1, block), *rule)
     left = [reference.dequantised(p, (1, block), *rule) for p in np.split(dy64, np.cumsum(parts)[:-1], 1)]
     expected_dx = (np.concatenate(left, 1) if dgrad == "fp8" else dy64) @ w64.T
     dy_t, x_t = dy64.T, x64
@@ -71,7 +75,7 @@ def test_dgrad_and_wgrad_are_products_of_quantised_operands(
 
 def test_a_linear_without_a_format_has_an_exact_backward() -> None:
     """dgrad and wgrad belong to the activations: without quantised activations nothing is quantised."""
-    spec = LinearSpec(160, (96,), LinearFormat(None, None, "fp8", "fp8"), False)
+    spec = LinearSpec(160, (96,), LinearFormat(None, None, "fp8", "fp8", "fp8"), False)
     dy, x, operand = random(128, 96, seed=1), random(128, 160, seed=2), random(160, 96, seed=3)
     dx, (dw,) = units.project_backward(dy, (spec,), [x], [operand])
     assert relative(dx, dy.double() @ operand.double().t()) < 1e-6
@@ -79,7 +83,7 @@ def test_a_linear_without_a_format_has_an_exact_backward() -> None:
 
 
 def test_linears_with_different_formats_share_one_gradient_of_their_input() -> None:
-    first = LinearSpec(64, (96,), LinearFormat(None, FORMATS[0], "fp8", "bf16"), True)
+    first = LinearSpec(64, (96,), LinearFormat(None, FORMATS[0], "bf16", "fp8", "bf16"), True)
     second = LinearSpec(64, (48, 48), LinearFormat(), False)
     dy = random(128, 192, seed=1)
     x = [random(128, 64, seed=2), random(128, 64, seed=3)]

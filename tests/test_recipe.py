@@ -21,7 +21,7 @@ from trtl_rl.recipe.formats import HIGH_PRECISION, BlockFormat, LinearFormat
 from trtl_rl.recipe.recipe import BACKEND, Recipe, expand
 
 BUNDLED = (Path(trtl_rl.recipe.__file__).parent / "fp8_block.yaml").read_text()
-FP8 = LinearFormat(BlockFormat((128, 128), "amax_over_448"), BlockFormat((1, 128), "inverse"), "fp8", "fp8")
+FP8 = LinearFormat(BlockFormat((128, 128), "amax_over_448"), BlockFormat((1, 128), "inverse"), "fp8", "fp8", "fp8")
 
 
 @pytest.fixture
@@ -234,8 +234,8 @@ def test_fused_parts_of_different_formats_equal_an_unfused_computation(recipe: C
         module = getattr(model.model.layers[0].self_attn, role)
         format = decoder.description.format(f"model.layers.0.self_attn.{role}")
         weight = module.weight.detach().bfloat16().float()
-        weight = weight if format.weight is None else quantise_dequantise(weight, format.weight)
-        left = x if format.activation is None else quantise_dequantise(x, format.activation)
+        weight = weight if format.forward_weight is None else quantise_dequantise(weight, format.forward_weight)
+        left = x if format.forward_activation is None else quantise_dequantise(x, format.forward_activation)
         out = block_gemm(left, weight.t().contiguous())
         expected.append(out if module.bias is None else out + module.bias.detach().bfloat16().float())
     assert torch.equal(y, torch.cat(expected, -1))

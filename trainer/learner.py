@@ -58,6 +58,7 @@ class Learner:
         # No mixed precision: autocast would round after the quantiser.
         self.accelerator = Accelerator(mixed_precision="no", cpu=True)
         self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
+        decoder.gradient_checkpointing = config.gradient_checkpointing
         self.temperature = temperature
         parameters = [p for p in decoder.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -93,7 +94,12 @@ class Learner:
             loss = self._loss(part, len(groups), metrics)
             self.accelerator.backward(loss)
             flops += sum(
-                formulas.learning(self.shape, len(group.prompt.ids), len(completion.ids))
+                formulas.learning(
+                    self.shape,
+                    len(group.prompt.ids),
+                    len(completion.ids),
+                    recompute=self.config.gradient_checkpointing,
+                )
                 for group in part
                 for completion, _ in group.scored()
             )

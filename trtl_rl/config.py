@@ -113,6 +113,10 @@ class OptimizerConfig(Part):
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(0.3, description="wsd: share of the steps that decay.")
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = Field(16384, description="Tokens per forward and backward; a group is never cut.")
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Keep only each layer's input for backward and compute the layer again: less memory, same bits.",
+    )
 
     @model_validator(mode="after")
     def _only_wsd_decays_late(self) -> OptimizerConfig:

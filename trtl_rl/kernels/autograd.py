@@ -66,7 +66,7 @@ class _Before(torch.autograd.Function):
         layer, rows = ctx.layer, ctx.rows
         x, *saved = ctx.saved_tensors
         qk = [layer.q_norm, layer.k_norm, saved.pop(0)] if layer.spec.qk_norm else []
-        operands = [tensor for operand in layer.qkv for tensor in operand.tensors()]
+        operands = [tensor for operand in layer.qkv for tensor in operand.gradient_tensors()]
         run = layer.units.before_backward
         dx, dnorm, *rest = run([*grads, x, layer.input_norm, *qk, rows.cos, rows.sin, *saved, *operands])
         norms = [rest.pop(0), rest.pop(0)] if layer.spec.qk_norm else []
@@ -84,7 +84,7 @@ class _After(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         layer = ctx.layer
-        dx, dattended, *rest = layer.units.after_backward([*grads, *ctx.saved_tensors, *layer.after_weights()])
+        dx, dattended, *rest = layer.units.after_backward([*grads, *ctx.saved_tensors, *layer.after_gradient_weights()])
         count = 1 + (layer.o.bias is not None)
         o, dnorm, rest = rest[:count], rest[count], rest[count + 1 :]
         return (dx, dattended, None, *_split([layer.o], o), dnorm, *_split([*layer.gate_up, layer.down], rest))
@@ -165,16 +165,16 @@ class _HeadLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, ids, temperature = ctx.saved_tensors
         weights, dlogprob = ctx.weights, grads[0]
-        operands = weights.head.tensors()
+        operands, gradient = weights.head.tensors(), weights.head.gradient_tensors()
         dx = torch.empty_like(x)
         totals: list[Tensor] = []
         for rows in _chunks(x.shape[0], weights.description.vocab):
-            logits, head_in = weights.head_units.head([x[rows], weights.norm, *operands])
+            logits, *kept = weights.head_units.head([x[rows], weights.norm, *operands])
             scale = (dlogprob[rows] / temperature[rows])[:, None]
             dlogits = torch.softmax(logits / temperature[rows, None], -1).mul_(-scale)
             dlogits.scatter_add_(-1, ids[rows, None], scale)
             spec = weights.description.head_spec()
-            dx[rows], *chunk = head_backward(spec, dlogits, x[rows], head_in, weights.norm, operands)
+            dx[rows], *chunk = head_backward(spec, dlogits, x[rows], kept, weights.norm, gradient)
             totals = chunk if not totals else [a + b for a, b in zip(totals, chunk, strict=True)]
         return dx, None, None, None, totals[0], totals[1]
 

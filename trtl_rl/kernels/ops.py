@@ -7,17 +7,37 @@ Units (``units.py``) are made of these operators; nothing else computes the forw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE
-from trtl_rl.recipe.codec import quantise_dequantise
-from trtl_rl.recipe.formats import BlockFormat
+from trtl_rl.recipe.codec import decode_rows, quantise_encode, round_bf16
+from trtl_rl.recipe.formats import LinearFormat
 
 
-def quantise_rows(x: Tensor, format: BlockFormat | None) -> Tensor:
-    """The operand that a GEMM sees of activations ``x`` [M, K] float32; unchanged when ``format`` is None."""
-    return x if format is None else quantise_dequantise(x, format)
+def quantise_rows(x: Tensor, format: LinearFormat) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The operand that the forward GEMM sees of activations ``x`` [M, K] float32, and what backward keeps of it.
+
+    Returns:
+        [M, K] float32, and either codes [M, K] ``float8_e4m3fn`` with scales [M, blocks] float32, or the operand itself.
+    """
+    if format.forward_activation is None:
+        operand = round_result(x, format)
+        return operand, (operand,)
+    operand, codes, scale = quantise_encode(x, format.forward_activation)
+    return operand, (codes, scale)
+
+
+def kept_rows(kept: Sequence[Tensor], format: LinearFormat) -> Tensor:
+    """The operand [M, K] float32 again, bit for bit, from what :func:`quantise_rows` kept."""
+    return kept[0] if format.forward_activation is None else decode_rows(kept[0], kept[1], format.forward_activation)
+
+
+def round_result(x: Tensor, format: LinearFormat) -> Tensor:
+    """``x`` as the recipe's ``compute`` stores it: float32 values, rounded to bfloat16 or not."""
+    return round_bf16(x) if format.compute == "bf16" else x
 
 
 def block_gemm(x: Tensor, operand: Tensor) -> Tensor:

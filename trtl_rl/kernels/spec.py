@@ -31,6 +31,11 @@ class LinearSpec:
     def columns(self) -> int:
         return sum(self.out_features)
 
+    @property
+    def kept(self) -> int:
+        """How many tensors backward keeps of the input: codes and scales, or the operand."""
+        return 1 if self.format.forward_activation is None else 2
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -65,17 +70,16 @@ class HeadSpec:
 
 
 def fuse(parts: list[tuple[int, LinearFormat, bool]], in_features: int) -> tuple[LinearSpec, ...]:
-    """Join neighbouring parts (N, format, bias) which share activation format, backward precision and bias."""
+    """Join neighbouring parts (N, format, bias) which share everything but the weight's format."""
     specs: list[LinearSpec] = []
     keys: list[Any] = []
     for n, format, bias in parts:
-        key = (format.activation, format.dgrad, format.wgrad, bias)
+        shared = LinearFormat(None, format.activation, format.fprop, format.dgrad, format.wgrad, format.compute)
+        key = (shared, bias)
         if keys and keys[-1] == key:
             last = specs[-1]
             specs[-1] = LinearSpec(in_features, (*last.out_features, n), last.format, bias)
         else:
-            specs.append(
-                LinearSpec(in_features, (n,), LinearFormat(None, format.activation, format.dgrad, format.wgrad), bias)
-            )
+            specs.append(LinearSpec(in_features, (n,), shared, bias))
             keys.append(key)
     return tuple(specs)

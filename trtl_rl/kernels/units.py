@@ -50,49 +50,59 @@ def project(x: Tensor, specs: Sequence[LinearSpec], operands: Sequence[Tensor]) 
         operands: For each spec its operand [K, N] and, with a bias, that bias [N].
 
     Returns:
-        All outputs side by side, [M, sum N], and the quantised input of each spec (what backward saves).
+        All outputs side by side, [M, sum N], and for each spec what backward keeps of its input: codes and scales, or
+        the operand.
     """
-    outputs, saved = [], []
-    seen: dict[BlockFormat | None, Tensor] = {}
+    outputs: list[Tensor] = []
+    kept: list[Tensor] = []
+    seen: dict[tuple[BlockFormat | None, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
     rest = list(operands)
     for spec in specs:
-        format = spec.format.activation
-        if format not in seen:
-            seen[format] = ops.quantise_rows(x, format).contiguous()
-        y = ops.block_gemm(seen[format], rest.pop(0))
-        outputs.append(y + rest.pop(0) if spec.bias else y)
-        saved.append(seen[format])
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), saved
+        key = spec.format.forward_activation, spec.format.compute
+        if key not in seen:
+            seen[key] = ops.quantise_rows(x, spec.format)
+        operand, parts = seen[key]
+        y = ops.block_gemm(operand.contiguous(), rest.pop(0))
+        outputs.append(ops.round_result(y + rest.pop(0) if spec.bias else y, spec.format))
+        kept += parts
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), kept
 
 
 def project_backward(
-    dy: Tensor, specs: Sequence[LinearSpec], inputs: Sequence[Tensor], operands: Sequence[Tensor]
+    dy: Tensor, specs: Sequence[LinearSpec], kept: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """DGrad and WGrad of :func:`project` (arXiv 2601.14243, section on the precision flow).
 
     DGrad: dX = dY W with dY in 1×128 blocks along N and the weight codes of the forward pass. WGrad: dW = dYᵀ X with both
     operands in blocks of 128 tokens (dYᵀ 1×128, X 128×1); X is the quantised input of the forward pass, quantised again.
-    Where the recipe says bf16, that GEMM takes unquantised gradients.
+    Where the recipe says bf16, that GEMM takes unquantised gradients, and X as the forward pass saw it. With
+    ``compute: bf16`` unquantised operands and dX are rounded to bfloat16; dW stays float32.
+
+    Args:
+        kept: What :func:`project` kept of each spec's input.
+        operands: For each spec its operand [K, N] (of codes where DGrad is FP8) and, with a bias, that bias.
 
     Returns:
         dX [M, K], and for each spec dW [N, K] and, with a bias, db [N].
     """
     dx: Tensor | None = None
     grads: list[Tensor] = []
-    rest = list(operands)
+    rest, inputs = list(operands), list(kept)
     start = 0
-    for spec, x in zip(specs, inputs, strict=True):
+    for spec in specs:
         operand = rest.pop(0)
+        x = ops.kept_rows([inputs.pop(0) for _ in range(spec.kept)], spec.format)
         part = dy[:, start : start + spec.columns]
         start += spec.columns
         format = spec.format.activation
-        left, dy_t, x_t = part, part, x
+        left = dy_t = ops.round_result(part, spec.format)
+        x_t = x
         if format is not None and spec.format.dgrad == "fp8":
             left = _quantise_parts(part, spec, format)
         if format is not None and spec.format.wgrad == "fp8":
             tokens = BlockFormat((format.block[1], 1), format.scale, format.round)
             dy_t, x_t = quantise_dequantise(part, tokens), quantise_dequantise(x, tokens)
-        step = left @ operand.t()
+        step = ops.round_result(left @ operand.t(), spec.format)
         dx = step if dx is None else dx + step
         grads.append(dy_t.t() @ x_t)
         if spec.bias:
@@ -122,8 +132,8 @@ class BeforeAttention(Unit):
     """Norm, q/k/v linears, q/k norms and rope.
 
     Inputs: x [M, hidden], norm [hidden], operands of q/k/v (with biases), q_norm and k_norm [D] (Qwen3 only), cos and sin
-    [M, D]. Outputs: q [M, heads, D], k and v [M, kv_heads, D], the linears' output y [M, N] (Qwen3 only), and the quantised
-    input of each linear.
+    [M, D]. Outputs: q [M, heads, D], k and v [M, kv_heads, D], the linears' output y [M, N] (Qwen3 only), and what backward
+    keeps of each linear's input.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -168,7 +178,7 @@ class BeforeAttentionBackward(Unit):
         dq, dk, dv, x, norm, *rest = inputs
         normed = [rest.pop(0) for _ in range(3)] if s.qk_norm else []
         cos, sin, *rest = rest
-        saved, operands = rest[: len(s.qkv)], rest[len(s.qkv) :]
+        saved, operands = _take(rest, s.qkv)
         dq, dk = ops.rope(dq, cos, -sin), ops.rope(dk, cos, -sin)  # the transpose of a rotation is its inverse
         norm_grads: list[Tensor] = []
         if s.qk_norm:
@@ -190,7 +200,7 @@ class BeforeAttentionBackward(Unit):
         columns = sum(spec.columns for spec in s.qkv)
         normed = (torch.ones(s.head_dim), torch.ones(s.head_dim), torch.ones(m, columns)) if s.qk_norm else ()
         tables = (torch.ones(m, s.head_dim), torch.ones(m, s.head_dim))
-        saved = [torch.ones(m, s.hidden) for _ in s.qkv]
+        saved = _example_kept(s.qkv, m)
         inputs = (*head, torch.ones(m, s.hidden), torch.ones(s.hidden), *normed, *tables, *saved, *weights)
         qk = (fixed, fixed, rows) if s.qk_norm else ()
         return Example(inputs, (*[rows] * 4, fixed, *qk, rows, rows, *[rows] * len(saved), *[fixed] * len(weights)))
@@ -246,11 +256,11 @@ class AfterAttention(Unit):
         s = self.spec
         x, attended, *rest = inputs
         o, norm, gate_up, down = _split_after(rest, s)
-        y, (o_in,) = project(attended, (s.o,), o)
+        y, o_in = project(attended, (s.o,), o)
         middle = x + y
         wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up)
-        y, (down_in,) = project(ops.silu_mul(wide), (s.down,), down)
-        return (middle + y, middle, o_in, *wide_in, wide, down_in)
+        y, down_in = project(ops.silu_mul(wide), (s.down,), down)
+        return (middle + y, middle, *o_in, *wide_in, wide, *down_in)
 
     def example(self) -> Example:
         s, m = self.spec, 2 * ROW_TILE
@@ -273,11 +283,12 @@ class AfterAttentionBackward(Unit):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         s = self.spec
-        dout, middle, o_in, *rest = inputs
-        wide_in, rest = rest[: len(s.gate_up)], rest[len(s.gate_up) :]
-        wide, down_in, *weights = rest
+        dout, middle, *rest = inputs
+        o_in, rest = _take(rest, (s.o,))
+        wide_in, (wide, *rest) = _take(rest, s.gate_up)
+        down_in, weights = _take(rest, (s.down,))
         o, norm, gate_up, down = _split_after(weights, s)
-        dh, down_grads = project_backward(dout, (s.down,), (down_in,), down)
+        dh, down_grads = project_backward(dout, (s.down,), down_in, down)
         gate, up = wide.chunk(2, -1)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
@@ -285,27 +296,26 @@ class AfterAttentionBackward(Unit):
         dn, wide_grads = project_backward(dwide, s.gate_up, wide_in, gate_up)
         dmiddle, dnorm = rms_norm_backward(dn, middle, norm, s.eps)
         dmiddle = dmiddle + dout
-        dattended, o_grads = project_backward(dmiddle, (s.o,), (o_in,), o)
+        dattended, o_grads = project_backward(dmiddle, (s.o,), o_in, o)
         return (dmiddle, dattended, *o_grads, dnorm, *wide_grads, *down_grads)
 
     def example(self) -> Example:
         s, m = self.spec, 2 * TOKEN_TILE
         rows, fixed = {0: TOKEN_TILE * torch.export.Dim("tiles", min=1, max=1 << 18)}, None
         weights = _example_after(s)
-        wide = [torch.ones(m, s.hidden) for _ in s.gate_up]
         saved = (
             torch.ones(m, s.hidden),
-            torch.ones(m, s.heads * s.head_dim),
-            *wide,
+            *_example_kept((s.o,), m),
+            *_example_kept(s.gate_up, m),
             torch.ones(m, 2 * s.intermediate),
-            torch.ones(m, s.intermediate),
+            *_example_kept((s.down,), m),
         )
         inputs = (torch.ones(m, s.hidden), *saved, *weights)
         return Example(inputs, (*[rows] * (1 + len(saved)), *[fixed] * len(weights)))
 
 
 class Head(Unit):
-    """Final norm and output head: x [M, hidden], norm, operand (bias) → logits [M, V] and the head's quantised input."""
+    """Final norm and output head: x [M, hidden], norm, operand (bias) → logits [M, V], and what backward keeps."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -313,8 +323,8 @@ class Head(Unit):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         x, norm, *operands = inputs
-        logits, (saved,) = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands)
-        return logits, saved
+        logits, kept = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands)
+        return (logits, *kept)
 
     def example(self) -> Example:
         rows, fixed = {0: ROW_TILE * torch.export.Dim("tiles", min=1, max=1 << 20)}, None
@@ -343,17 +353,29 @@ def head_backward(
     spec: HeadSpec,
     dlogits: Tensor,
     x: Tensor,
-    head_in: Tensor,
+    kept: Sequence[Tensor],
     norm: Tensor,
     operands: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Gradient of :class:`Head`: dx, dnorm, dW (and db). Rows are padded to whole groups of 128 tokens."""
     rows = x.shape[0]
     pad = (0, 0, 0, -rows % TOKEN_TILE)
-    dlogits, head_in = F.pad(dlogits, pad), F.pad(head_in, pad)
-    dn, grads = project_backward(dlogits, (spec.linear,), (head_in,), operands)
+    dlogits = F.pad(dlogits, pad)
+    kept = [_pad_rows(tensor, pad[3]) for tensor in kept]
+    dn, grads = project_backward(dlogits, (spec.linear,), kept, operands)
     dx, dnorm = rms_norm_backward(dn[:rows], x, norm, spec.eps)
     return (dx, dnorm, *grads)
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Append rows of zeros; ``F.pad`` takes no float8."""
+    return x if rows == 0 else torch.cat((x, torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=x.device)))
+
+
+def _take(tensors: Sequence[Tensor], specs: Sequence[LinearSpec]) -> tuple[list[Tensor], list[Tensor]]:
+    """Split off what the inputs of ``specs`` keep."""
+    count = sum(spec.kept for spec in specs)
+    return list(tensors[:count]), list(tensors[count:])
 
 
 def _heads(y: Tensor, s: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -374,6 +396,14 @@ def _split_after(weights: Sequence[Tensor], s: LayerSpec) -> tuple[list[Tensor],
 
 def _example_after(s: LayerSpec) -> tuple[Tensor, ...]:
     return (*_example_operands((s.o,)), torch.ones(s.hidden), *_example_operands((*s.gate_up, s.down)))
+
+
+def _example_kept(specs: Sequence[LinearSpec], rows: int) -> tuple[Tensor, ...]:
+    out: list[Tensor] = []
+    for spec in specs:
+        _, kept = ops.quantise_rows(torch.ones(rows, spec.in_features), spec.format)
+        out += kept
+    return tuple(out)
 
 
 def _example_operands(specs: Sequence[LinearSpec]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trtl_rl.kernels import autograd
 from trtl_rl.kernels.kernel_set import KernelSet
@@ -19,7 +20,7 @@ from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.kv import RopeTables, Rows
 from trtl_rl.model.layer import decoder_layer
 from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, LayerWeights, tensor_specs
-from trtl_rl.recipe.codec import encode
+from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.recipe import expand
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class TrainableDecoder:
         model: float32, quantised by ``Recipe.apply``. Its ``forward`` is replaced.
         kernels: With backward units.
         context: Longest sequence; rotary tables are made for it, on both sides.
+
+    Attributes:
+        gradient_checkpointing: Keep only each layer's input for backward, and compute the layer again there.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: KernelSet, context: int) -> None:
@@ -71,6 +75,7 @@ class TrainableDecoder:
             _attach(layer, module)
         self.parameters = dict(model.named_parameters())
         self.snapshot: dict[str, Tensor] = {}
+        self.gradient_checkpointing = False
         model.forward = self.forward
 
     @torch.no_grad()
@@ -87,7 +92,7 @@ class TrainableDecoder:
         changed = self.description.coverage.difference(expand(self.model))
         if changed:
             raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
-        formats = {item.name: item.format.weight for item in self.description.coverage.linears}
+        formats = {item.name: item.format.forward_weight for item in self.description.coverage.linears}
         tensors: dict[str, Tensor] = {}
         for spec in tensor_specs(self.description):
             if spec.name.endswith(SCALE_SUFFIX):
@@ -101,9 +106,19 @@ class TrainableDecoder:
             else:
                 tensors[spec.name], tensors[spec.name + SCALE_SUFFIX] = encode(rounded.float(), format)
         self.weights.load(tensors)
+        self._load_gradient_operands(tensors)
         self.weights.version = version
         self.snapshot = tensors
         return tensors
+
+    def _load_gradient_operands(self, tensors: dict[str, Tensor]) -> None:
+        """Where only the backward pass takes FP8 weights, give DGrad operands of its own."""
+        for linear in self.description.coverage.linears:
+            f = linear.format
+            if f.fprop == "bf16" and f.dgrad == "fp8" and f.weight is not None:
+                tied = linear.name == "lm_head" and self.description.tied
+                rounded = tensors["model.embed_tokens.weight" if tied else f"{linear.name}.weight"].float()
+                self.weights.fill_gradient(linear.name, decode(*encode(rounded, f.weight), f.weight))
 
     def forward(
         self, sequences: list[list[int]], answer_lengths: list[int], temperature: float
@@ -140,7 +155,11 @@ class TrainableDecoder:
         embedding = self.parameters["model.embed_tokens.weight"]
         x = autograd.embedding(rows.ids, self.weights, embedding, self.padding)
         for layer in self.weights.layers:
-            x = decoder_layer(x, layer, attend, rows)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                # The forward pass has the same bits each time, so its repetition gives the same gradient.
+                x = checkpoint(decoder_layer, x, layer, attend, rows, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = decoder_layer(x, layer, attend, rows)
         count = len(chosen)
         fill = [0] * (-count % ROW_TILE)
         x = x[torch.tensor([*chosen, *fill])]

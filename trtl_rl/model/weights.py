@@ -7,7 +7,7 @@ equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
     for linear in d.coverage.linears:
         if linear.name == "lm_head" and d.tied:
             continue
-        name, weight = f"{linear.name}.weight", linear.format.weight
+        name, weight = f"{linear.name}.weight", linear.format.forward_weight
         if weight is None:
             specs.append(TensorSpec(name, bf16, linear.shape))
         else:
@@ -66,6 +66,7 @@ class Operand:
         self.names = list(names)
         self.values = torch.zeros(spec.in_features, spec.columns, device=device)
         self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
+        self.gradient_values: Tensor | None = None  # a learner's, where DGrad and the forward pass see other weights
         self.formats: dict[str, BlockFormat | None] = {}
         self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
 
@@ -73,10 +74,22 @@ class Operand:
         """What a unit takes: the operand and, with a bias, that bias."""
         return [self.values] if self.bias is None else [self.values, self.bias]
 
+    def gradient_tensors(self) -> list[Tensor]:
+        """What a backward unit takes."""
+        values = self.values if self.gradient_values is None else self.gradient_values
+        return [values] if self.bias is None else [values, self.bias]
+
     def fill(self, name: str, values: Tensor) -> None:
         """Store the decoded weight [N, K] float32 of the part ``name``."""
         start = self._starts[name]
         self.values[:, start : start + values.shape[0]].copy_(values.t())
+
+    def fill_gradient(self, name: str, values: Tensor) -> None:
+        """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""
+        if self.gradient_values is None:
+            self.gradient_values = self.values.clone()
+        start = self._starts[name]
+        self.gradient_values[:, start : start + values.shape[0]].copy_(values.t())
 
     def fill_bias(self, name: str, values: Tensor) -> None:
         assert self.bias is not None
@@ -120,6 +133,11 @@ class LayerWeights:
         """Weight inputs of the unit after attention."""
         return [*self.o.tensors(), self.post_norm, *_tensors(self.gate_up), *self.down.tensors()]
 
+    def after_gradient_weights(self) -> list[Tensor]:
+        """:meth:`after_weights` for the backward unit."""
+        wide = [tensor for operand in self.gate_up for tensor in operand.gradient_tensors()]
+        return [*self.o.gradient_tensors(), self.post_norm, *wide, *self.down.gradient_tensors()]
+
 
 class DecoderWeights:
     """All weights of one version, in the form that the kernels read.
@@ -139,7 +157,7 @@ class DecoderWeights:
         self.head = Operand(d.head_spec().linear, ["lm_head"])
         self.head_units: HeadUnits = kernels.head(d.head_spec())
         self.version = -1
-        self._formats = {item.name: item.format.weight for item in d.coverage.linears}
+        self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
         self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
         self._operands["lm_head"] = self.head
         self._vectors = {"model.norm.weight": self.norm}
@@ -183,15 +201,20 @@ class DecoderWeights:
             operand.fill(module, decode(*encode(tensor.float(), format), format))
             operand.formats[module] = format
 
+    def fill_gradient(self, module: str, values: Tensor) -> None:
+        """Give DGrad of a linear an operand of its own: ``values`` [N, K] float32."""
+        self._operands[module].fill_gradient(module, values)
+
     def coverage(self) -> Coverage:
         """The linears that these weights really run: the format of the codes that were loaded, the kernels' activations."""
         out = []
-        shapes = {item.name: (item.shape, item.reason) for item in self.description.coverage.linears}
+        linears = {item.name: item for item in self.description.coverage.linears}
         for name, operand in self._operands.items():
-            shape, reason = shapes[name]
+            shape, reason, asked = linears[name].shape, linears[name].reason, linears[name].format.weight
             kernel = operand.spec.format
-            format = type(kernel)(operand.formats.get(name), kernel.activation, kernel.dgrad, kernel.wgrad)
-            out.append(CoveredLinear(name, shape, format, reason))
+            # With a forward pass in high precision the weight's format concerns a learner alone.
+            weight = operand.formats.get(name) if kernel.fprop == "fp8" else asked
+            out.append(CoveredLinear(name, shape, replace(kernel, weight=weight), reason))
         return Coverage(tuple(sorted(out, key=lambda item: item.name)))
 
 

@@ -43,8 +43,16 @@ def quantise(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
 def quantise_dequantise(x: Tensor, format: BlockFormat) -> Tensor:
     """``values * scale`` of :func:`quantise`, [M, K] float32: the operand that a GEMM sees."""
     parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
-    operands = [_unblock(blocks * scale, x.shape[0]) for blocks, scale in parts]
-    return operands[0] if len(operands) == 1 else torch.cat(operands, -1)
+    return _join([_unblock(blocks * scale, x.shape[0]) for blocks, scale in parts])
+
+
+def quantise_encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`quantise_dequantise` and :func:`encode` in one pass: operand, codes and scales of ``x`` [M, K] float32."""
+    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
+    m = x.shape[0]
+    operand = _join([_unblock(blocks * scale, m) for blocks, scale in parts])
+    codes = _join([_unblock(blocks, m).to(torch.float8_e4m3fn) for blocks, _ in parts])
+    return operand, codes, _join([scale[:, 0, :, 0] for _, scale in parts])
 
 
 def encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -65,6 +73,33 @@ def decode(codes: Tensor, scale: Tensor, format: BlockFormat) -> Tensor:
     for start in range(0, m, rows):
         values[start : start + rows] *= scales[start // rows]
     return values
+
+
+def decode_rows(codes: Tensor, scale: Tensor, format: BlockFormat) -> Tensor:
+    """:func:`decode` for blocks of one row, in a form that compiles: no table, one pass."""
+    m, columns = codes.shape[0], format.block[1]
+    out, at = [], 0
+    for part in _whole_blocks(codes, format):
+        width = min(columns, part.shape[1])
+        count = part.shape[1] // width
+        blocks = part.float().reshape(m, count, width) * scale[:, at : at + count, None]
+        out.append(blocks.reshape(m, -1))
+        at += count
+    return _join(out)
+
+
+def round_bf16(x: Tensor) -> Tensor:
+    """Round float32 values to bfloat16, ties to even, and stay in float32; equals the cast there and back.
+
+    Integer arithmetic: a compiler may drop a cast that is followed by its inverse.
+    """
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return torch.where(x.isnan(), x, rounded.view(torch.float32))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _whole_blocks(x: Tensor, format: BlockFormat) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 Scale = Literal["amax_over_448", "inverse"]
 Rounding = Literal["fp32", "pow2"]
 Precision = Literal["fp8", "bf16"]
+Compute = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,38 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """Formats of one linear: weight and input operands (``None`` is high precision), and the two backward GEMMs."""
+    """How one linear computes its three GEMMs (arXiv 2601.14243, section on the precision flow).
+
+    Attributes:
+        weight, activation: Formats of W, and of X and dY; ``None`` is high precision in all three GEMMs.
+        fprop: Whether Y = X Wᵀ takes both operands as FP8: what an engine runs, so also whether weights travel as codes.
+        dgrad: Whether dX = dY W quantises dY, and takes the codes of W even when the forward pass does not.
+        wgrad: Whether dW = dYᵀ X quantises both operands along tokens.
+        compute: ``fp32``: operands that are not FP8, and results, keep float32. ``bf16``: they are rounded to bfloat16,
+            as a GPU stores them; products are summed in float32 either way, and dW stays float32.
+    """
 
     weight: BlockFormat | None = None
     activation: BlockFormat | None = None
+    fprop: Precision = "bf16"
     dgrad: Precision = "bf16"
     wgrad: Precision = "bf16"
+    compute: Compute = "fp32"
+
+    @property
+    def forward_weight(self) -> BlockFormat | None:
+        """Format of W in the forward pass, in checkpoints and in refits."""
+        return self.weight if self.fprop == "fp8" else None
+
+    @property
+    def forward_activation(self) -> BlockFormat | None:
+        """Format of X in the forward pass."""
+        return self.activation if self.fprop == "fp8" else None
 
     @property
     def quantised(self) -> bool:
-        return self.weight is not None or self.activation is not None
+        """Whether the forward pass has an FP8 operand."""
+        return self.forward_weight is not None or self.forward_activation is not None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +71,14 @@ class LinearFormat:
                 BlockFormat((value["block"][0], value["block"][1]), value["scale"], value["round"]) if value else None
             )
 
-        return cls(block(data["weight"]), block(data["activation"]), data["dgrad"], data["wgrad"])
+        return cls(
+            block(data["weight"]),
+            block(data["activation"]),
+            data["fprop"],
+            data["dgrad"],
+            data["wgrad"],
+            data["compute"],
+        )
 
 
 HIGH_PRECISION = LinearFormat()

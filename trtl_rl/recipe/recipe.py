@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 BACKEND = "trtl_fp8_block"
 NONE = "none"
 _ATTRIBUTES = {"num_bits", "type", "backend", "backend_extra_args"}  # all that the kernels act on
-_ARGUMENTS = {"block", "scale", "round", "dgrad", "wgrad"}
+_ARGUMENTS = {"block", "scale", "round", "fprop", "dgrad", "wgrad", "compute"}
+_OF_INPUT = ("dgrad", "wgrad", "compute")  # of the linear as a whole, so named once
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,22 @@ def _format_of(name: str, module: nn.Module) -> LinearFormat:
     activation = _enabled(name, module, "input_quantizer")
     if weight is None and activation is None:
         return HIGH_PRECISION
-    for key in ("dgrad", "wgrad"):
+    for key in _OF_INPUT:
         if weight is not None and key in weight:
             raise UserError(f"{name}.weight_quantizer: {key} belongs to the entry of the input_quantizer.")
+    fprop = {operand.get("fprop", "fp8") for operand in (weight, activation) if operand is not None}
+    if len(fprop) > 1:
+        raise UserError(f"{name}: fprop must be the same for the weight_quantizer and the input_quantizer.")
     extra = activation or {}
     if activation is not None and activation["block"][0] != 1:
         raise UserError(f"{name}: activation blocks must be one row high (block: [1, n]), got {activation['block']}.")
     return LinearFormat(
-        _block_format(weight), _block_format(activation), extra.get("dgrad", "bf16"), extra.get("wgrad", "bf16")
+        _block_format(weight),
+        _block_format(activation),
+        fprop.pop(),
+        extra.get("dgrad", "bf16"),
+        extra.get("wgrad", "bf16"),
+        extra.get("compute", "fp32"),
     )
 
 
@@ -201,8 +210,10 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
     allowed = {
         "scale": {"amax_over_448", "inverse"},
         "round": {"fp32", "pow2"},
+        "fprop": {"fp8", "bf16"},
         "dgrad": {"fp8", "bf16"},
         "wgrad": {"fp8", "bf16"},
+        "compute": {"fp32", "bf16"},
     }
     for key, values in allowed.items():
         if (key in arguments or key == "scale") and arguments.get(key) not in values:
@@ -218,6 +229,8 @@ def _backend(x: Tensor, quantiser: Any) -> Tensor:
 
     format = _block_format(quantiser.backend_extra_args)
     assert format is not None
+    if quantiser.backend_extra_args.get("fprop") == "bf16":
+        return x
     flat = x.detach().reshape(-1, x.shape[-1]).float()
     rounded = quantise_dequantise(flat, format).reshape(x.shape).to(x.dtype)
     return rounded + (x - x.detach())
