@@ -11,7 +11,7 @@ import reference
 import torch
 import torch.nn.functional as F
 
-from trtl_rl.kernels import autograd, ops, units
+from trtl_rl.kernels import autograd, linear, ops, units
 from trtl_rl.kernels.spec import LayerSpec, LinearSpec
 from trtl_rl.model.kv import RopeTables, Rows
 from trtl_rl.recipe.formats import BlockFormat, LinearFormat
@@ -56,7 +56,7 @@ def test_dgrad_and_wgrad_are_products_of_quantised_operands(
     dy = random(tokens, n, seed=1) * 10 ** (3 * random(tokens, 1, seed=2)) * 10 ** random(1, n, seed=6)
     x, operand = random(tokens, k, seed=3), random(k, n, seed=4)
     _, kept = ops.quantise_rows(x, spec.format)
-    dx, grads = units.project_backward(dy, (spec,), kept, [operand, random(n, seed=5)] if bias else [operand])
+    dx, grads = linear.project_backward(dy, (spec,), kept, [operand, random(n, seed=5)] if bias else [operand])
     block, rule = format.block[1], (format.scale, format.round)
     dy64, x64, w64 = dy.double().numpy(), x.double().numpy(), operand.double().numpy()
     if fprop == "fp8":  # what is quantised along tokens is the operand of the forward pass
@@ -77,7 +77,7 @@ def test_a_linear_without_a_format_has_an_exact_backward() -> None:
     """dgrad and wgrad belong to the activations: without quantised activations nothing is quantised."""
     spec = LinearSpec(160, (96,), LinearFormat(None, None, "fp8", "fp8", "fp8"), False)
     dy, x, operand = random(128, 96, seed=1), random(128, 160, seed=2), random(160, 96, seed=3)
-    dx, (dw,) = units.project_backward(dy, (spec,), [x], [operand])
+    dx, (dw,) = linear.project_backward(dy, (spec,), [x], [operand])
     assert relative(dx, dy.double() @ operand.double().t()) < 1e-6
     assert relative(dw, dy.double().t() @ x.double()) < 1e-6
 
@@ -88,7 +88,7 @@ def test_linears_with_different_formats_share_one_gradient_of_their_input() -> N
     dy = random(128, 192, seed=1)
     x = [random(128, 64, seed=2), random(128, 64, seed=3)]
     w = [random(64, 96, seed=4), random(64, 96, seed=5)]
-    dx, (dw1, db1, dw2) = units.project_backward(dy, (first, second), x, [w[0], random(96, seed=6), w[1]])
+    dx, (dw1, db1, dw2) = linear.project_backward(dy, (first, second), x, [w[0], random(96, seed=6), w[1]])
     left = torch.from_numpy(reference.dequantised(dy[:, :96].double().numpy(), (1, 128)))
     dy = dy.double()
     assert relative(dx, left @ w[0].double().t() + dy[:, 96:] @ w[1].double().t()) < 1e-6

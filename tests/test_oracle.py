@@ -14,7 +14,7 @@ import torch
 
 from trtl_rl.errors import UserError
 from trtl_rl.kernels.kernel_set import KernelSet
-from trtl_rl.kernels.units import project
+from trtl_rl.kernels.linear import project
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.bind import TrainableDecoder, describe
 from trtl_rl.model.weights import SCALE_SUFFIX, tensor_specs

@@ -223,8 +223,8 @@ def test_fused_parts_of_different_formats_equal_an_unfused_computation(recipe: C
     layer = decoder.weights.layers[0]
     assert len(layer.qkv) == 3 and len(layer.gate_up) == 2
     assert decoder.description.coverage == engine_coverage(decoder)
+    from trtl_rl.kernels.linear import project
     from trtl_rl.kernels.ops import block_gemm
-    from trtl_rl.kernels.units import project
     from trtl_rl.recipe.codec import quantise_dequantise
 
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))

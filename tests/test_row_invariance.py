@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from trtl_rl.kernels import ops, units
 from trtl_rl.kernels.kernel_set import KernelSet, LayerUnits, find_compiler
-from trtl_rl.kernels.spec import HeadSpec, LayerSpec, fuse
+from trtl_rl.kernels.spec import HeadSpec, LayerSpec, Part, fuse
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.model.kv import KeyValueBuffers, RopeTables, Rows, round_up
 from trtl_rl.model.layer import forward_rows, head_logits
@@ -141,19 +141,21 @@ def test_token_logprob(v: int, tile: int) -> None:
     assert torch.allclose(logsumexp.double(), (inputs[0].double() / temperature.double()[:, None]).logsumexp(-1))
 
 
-def spec_of(format: LinearFormat, *, qk_norm: bool, bias: bool, hidden: int = 96, feed: int = 160) -> LayerSpec:
+def spec_of(
+    format: LinearFormat, *, qk_norm: bool, bias: bool, hidden: int = 96, feed: int = 160, rank: int = 0
+) -> LayerSpec:
     d = hidden // 4
     return LayerSpec(
         hidden, 4, 2, d, feed, 1e-6, qk_norm,
-        fuse([(4 * d, format, bias), (2 * d, format, bias), (2 * d, NONE, bias)], hidden),
-        fuse([(hidden, format, False)], 4 * d)[0],
-        fuse([(feed, format, False)] * 2, hidden),
-        fuse([(hidden, format, bias)], feed)[0],
+        fuse([Part(4 * d, format, bias, rank), Part(2 * d, format, bias), Part(2 * d, NONE, bias, rank)], hidden),
+        fuse([Part(hidden, format, False, rank)], 4 * d)[0],
+        fuse([Part(feed, format, False, rank), Part(feed, format, False, rank // 2)], hidden),
+        fuse([Part(hidden, format, bias, rank)], feed)[0],
     )  # fmt: skip
 
 
 def head_of(format: LinearFormat) -> HeadSpec:
-    return HeadSpec(96, 61, 1e-6, fuse([(61, format, False)], 96)[0])
+    return HeadSpec(96, 61, 1e-6, fuse([Part(61, format, False)], 96)[0])
 
 
 SPECS = {
@@ -161,6 +163,7 @@ SPECS = {
     "fp8 ragged": spec_of(FP8, qk_norm=True, bias=True),
     "fp8 aligned": spec_of(FP8, qk_norm=False, bias=False, hidden=128, feed=256),
     "fp8 odd": spec_of(FP8, qk_norm=True, bias=True, hidden=136, feed=150),  # no whole vectors, two blocks of columns
+    "fp8 adapters": spec_of(FP8, qk_norm=True, bias=True, rank=6),
 }
 
 

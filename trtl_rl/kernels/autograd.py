@@ -78,16 +78,16 @@ class _After(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, attended: Tensor, layer: LayerWeights, *parameters: Tensor) -> Tensor:
         out, *saved = layer.units.after([x, attended, *layer.after_weights()])
         ctx.layer = layer
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*([attended] if layer.spec.o.adapted else []), *saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         layer = ctx.layer
         dx, dattended, *rest = layer.units.after_backward([*grads, *ctx.saved_tensors, *layer.after_gradient_weights()])
-        count = 1 + (layer.o.bias is not None)
-        o, dnorm, rest = rest[:count], rest[count], rest[count + 1 :]
-        return (dx, dattended, None, *_split([layer.o], o), dnorm, *_split([*layer.gate_up, layer.down], rest))
+        o = _split([layer.o], rest)
+        dnorm = rest.pop(0)
+        return (dx, dattended, None, *o, dnorm, *_split([*layer.gate_up, layer.down], rest))
 
 
 class _Attention(torch.autograd.Function):
@@ -133,6 +133,8 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, None
         (ids,) = ctx.saved_tensors
         grad = grads[0].new_zeros(ctx.shape).index_add_(0, ids, grads[0])
         if ctx.padding is not None:  # as torch's own embedding does
@@ -176,7 +178,8 @@ class _HeadLogprob(torch.autograd.Function):
             spec = weights.description.head_spec()
             dx[rows], *chunk = head_backward(spec, dlogits, x[rows], kept, weights.norm, gradient)
             totals = chunk if not totals else [a + b for a, b in zip(totals, chunk, strict=True)]
-        return dx, None, None, None, totals[0], totals[1]
+        dnorm, dhead = totals if len(totals) == 2 else (totals[0], None)
+        return dx, None, None, None, dnorm, dhead
 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:
@@ -186,12 +189,16 @@ def _chunks(rows: int, vocab: int) -> list[slice]:
 
 
 def _split(operands: list[Operand], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients of operands → gradients of the checkpoint's linears: for each operand its weights, then its biases."""
+    """Take the operands' gradients off the front of ``grads``, in the order of the masters (``LayerWeights``)."""
     out: list[Tensor] = []
-    rest = list(grads)
     for operand in operands:
-        sizes = operand.spec.out_features
-        out += rest.pop(0).split(sizes)
-        if operand.bias is not None:
-            out += rest.pop(0).split(sizes)
+        spec = operand.spec
+        if not spec.frozen:
+            out += grads.pop(0).split(spec.out_features)
+            if spec.bias:
+                out += grads.pop(0).split(spec.out_features)
+        if spec.adapted:
+            out += [part.t() for part in grads.pop(0).split([rank for rank in spec.ranks if rank], -1)]
+            # The up projections carry the scaling, so their masters' gradient does too.
+            out += [grads.pop(0).t() * operand.scalings[name] for name in operand.ups]
     return out

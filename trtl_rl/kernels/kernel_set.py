@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trtl_rl.errors import EngineError
-from trtl_rl.kernels import ops, spec, units
+from trtl_rl.kernels import linear, ops, spec, units
 from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
@@ -250,7 +250,7 @@ def _eager(unit: type[units.Unit], kind: Any) -> Run:
 
 
 def _identity(compiled: bool) -> str:
-    parts = [inspect.getsource(item) for item in (ops, units, spec, codec, formats, write_package)]
+    parts = [inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, write_package)]
     parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     parts.append(_processor_features())
     parts += [f"python {sys.version_info[:2]}"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from trtl_rl.recipe.formats import LinearFormat
 
 ROW_TILE = 32  # rows of one GEMM call and of one unit; fewer than 7 rows change the bits of a CPU GEMM
 TOKEN_TILE = 128  # rows of a training batch: WGrad's groups of 128 tokens
 KEY_TILE = 32  # keys of one step of attention
+RANK_TILE = 16  # columns of adapters' down projections
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,40 @@ class LinearSpec:
         in_features: K.
         out_features: N of each part, in order; the operand is [K, sum(N)].
         format: Formats shared by the parts. The weight's format never enters a unit: units get decoded operands.
+        ranks: Rank of the low-rank adapter of each part, 0 for a part that has none; empty if no part has one.
+        frozen: Weights and biases get no gradient; adapters do.
     """
 
     in_features: int
     out_features: tuple[int, ...]
     format: LinearFormat
     bias: bool
+    ranks: tuple[int, ...] = ()
+    frozen: bool = False
 
     @property
     def columns(self) -> int:
         return sum(self.out_features)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether some part has an adapter."""
+        return any(self.ranks)
+
+    @property
+    def adapter_tensors(self) -> int:
+        """One down projection for all parts, and an up projection for each that is adapted."""
+        return 1 + sum(rank > 0 for rank in self.ranks) if self.adapted else 0
+
+    @property
+    def down_columns(self) -> int:
+        """Columns of the down projection: all ranks and zeros. A CPU GEMM of 1, 5 or 6 columns is not row-invariant."""
+        return -(-sum(self.ranks) // RANK_TILE) * RANK_TILE
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors a unit takes for it."""
+        return 1 + self.bias + self.adapter_tensors
 
     @property
     def kept(self) -> int:
@@ -69,17 +94,33 @@ class HeadSpec:
     linear: LinearSpec
 
 
-def fuse(parts: list[tuple[int, LinearFormat, bool]], in_features: int) -> tuple[LinearSpec, ...]:
-    """Join neighbouring parts (N, format, bias) which share everything but the weight's format."""
-    specs: list[LinearSpec] = []
-    keys: list[Any] = []
-    for n, format, bias in parts:
-        shared = LinearFormat(None, format.activation, format.fprop, format.dgrad, format.wgrad, format.compute)
-        key = (shared, bias)
-        if keys and keys[-1] == key:
-            last = specs[-1]
-            specs[-1] = LinearSpec(in_features, (*last.out_features, n), last.format, bias)
+@dataclass(frozen=True)
+class Part:
+    """One linear before it is joined with its neighbours."""
+
+    out_features: int
+    format: LinearFormat
+    bias: bool
+    rank: int = 0
+
+
+def fuse(parts: Sequence[Part], in_features: int, *, frozen: bool = False) -> tuple[LinearSpec, ...]:
+    """Join neighbouring parts which share everything but the weight's format and the adapters."""
+    groups: list[tuple[LinearFormat, bool, list[Part]]] = []
+    for part in parts:
+        format = replace(part.format, weight=None)
+        if groups and groups[-1][:2] == (format, part.bias):
+            groups[-1][2].append(part)
         else:
-            specs.append(LinearSpec(in_features, (n,), shared, bias))
-            keys.append(key)
-    return tuple(specs)
+            groups.append((format, part.bias, [part]))
+    return tuple(
+        LinearSpec(
+            in_features,
+            tuple(part.out_features for part in joined),
+            format,
+            bias,
+            tuple(part.rank for part in joined) if any(part.rank for part in joined) else (),
+            frozen,
+        )
+        for format, bias, joined in groups
+    )

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtl_rl.kernels import ops
-from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec, LinearSpec
-from trtl_rl.recipe.codec import quantise_dequantise
-from trtl_rl.recipe.formats import BlockFormat
+from trtl_rl.kernels.linear import example_kept, example_weights, pad_rows, project, project_backward, take_kept
+from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 
 Dynamic = dict[int, Any] | None
 
@@ -40,83 +39,6 @@ class Unit(nn.Module, ABC):
     @abstractmethod
     def example(self) -> Example:
         """Inputs from which the unit is exported."""
-
-
-def project(x: Tensor, specs: Sequence[LinearSpec], operands: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Linears with a common input: quantise it once for each format, multiply, add biases.
-
-    Args:
-        x: [M, K] float32.
-        operands: For each spec its operand [K, N] and, with a bias, that bias [N].
-
-    Returns:
-        All outputs side by side, [M, sum N], and for each spec what backward keeps of its input: codes and scales, or
-        the operand.
-    """
-    outputs: list[Tensor] = []
-    kept: list[Tensor] = []
-    seen: dict[tuple[BlockFormat | None, str], tuple[Tensor, tuple[Tensor, ...]]] = {}
-    rest = list(operands)
-    for spec in specs:
-        key = spec.format.forward_activation, spec.format.compute
-        if key not in seen:
-            seen[key] = ops.quantise_rows(x, spec.format)
-        operand, parts = seen[key]
-        y = ops.block_gemm(operand.contiguous(), rest.pop(0))
-        outputs.append(ops.round_result(y + rest.pop(0) if spec.bias else y, spec.format))
-        kept += parts
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), kept
-
-
-def project_backward(
-    dy: Tensor, specs: Sequence[LinearSpec], kept: Sequence[Tensor], operands: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """DGrad and WGrad of :func:`project` (arXiv 2601.14243, section on the precision flow).
-
-    DGrad: dX = dY W with dY in 1×128 blocks along N and the weight codes of the forward pass. WGrad: dW = dYᵀ X with both
-    operands in blocks of 128 tokens (dYᵀ 1×128, X 128×1); X is the quantised input of the forward pass, quantised again.
-    Where the recipe says bf16, that GEMM takes unquantised gradients, and X as the forward pass saw it. With
-    ``compute: bf16`` unquantised operands and dX are rounded to bfloat16; dW stays float32.
-
-    Args:
-        kept: What :func:`project` kept of each spec's input.
-        operands: For each spec its operand [K, N] (of codes where DGrad is FP8) and, with a bias, that bias.
-
-    Returns:
-        dX [M, K], and for each spec dW [N, K] and, with a bias, db [N].
-    """
-    dx: Tensor | None = None
-    grads: list[Tensor] = []
-    rest, inputs = list(operands), list(kept)
-    start = 0
-    for spec in specs:
-        operand = rest.pop(0)
-        x = ops.kept_rows([inputs.pop(0) for _ in range(spec.kept)], spec.format)
-        part = dy[:, start : start + spec.columns]
-        start += spec.columns
-        format = spec.format.activation
-        left = dy_t = ops.round_result(part, spec.format)
-        x_t = x
-        if format is not None and spec.format.dgrad == "fp8":
-            left = _quantise_parts(part, spec, format)
-        if format is not None and spec.format.wgrad == "fp8":
-            tokens = BlockFormat((format.block[1], 1), format.scale, format.round)
-            dy_t, x_t = quantise_dequantise(part, tokens), quantise_dequantise(x, tokens)
-        step = ops.round_result(left @ operand.t(), spec.format)
-        dx = step if dx is None else dx + step
-        grads.append(dy_t.t() @ x_t)
-        if spec.bias:
-            rest.pop(0)
-            grads.append(part.sum(0))
-    assert dx is not None
-    return dx, grads
-
-
-def _quantise_parts(dy: Tensor, spec: LinearSpec, format: BlockFormat) -> Tensor:
-    """Quantise dY of each linear by itself: a block never spans two of the linears that run as one GEMM."""
-    if all(n % format.block[1] == 0 for n in spec.out_features[:-1]):
-        return quantise_dequantise(dy, format)
-    return torch.cat([quantise_dequantise(part, format) for part in dy.split(spec.out_features, -1)], -1)
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -155,7 +77,7 @@ class BeforeAttention(Unit):
     def example(self) -> Example:
         s, m = self.spec, 2 * ROW_TILE
         rows, fixed = {0: ROW_TILE * torch.export.Dim("tiles", min=1, max=1 << 20)}, None
-        weights = _example_operands(s.qkv)
+        weights = example_weights(s.qkv)
         norms = (torch.ones(s.head_dim), torch.ones(s.head_dim)) if s.qk_norm else ()
         tables = (torch.ones(m, s.head_dim), torch.ones(m, s.head_dim))
         inputs = (torch.ones(m, s.hidden), torch.ones(s.hidden), *weights, *norms, *tables)
@@ -178,7 +100,7 @@ class BeforeAttentionBackward(Unit):
         dq, dk, dv, x, norm, *rest = inputs
         normed = [rest.pop(0) for _ in range(3)] if s.qk_norm else []
         cos, sin, *rest = rest
-        saved, operands = _take(rest, s.qkv)
+        saved, operands = take_kept(rest, s.qkv)
         dq, dk = ops.rope(dq, cos, -sin), ops.rope(dk, cos, -sin)  # the transpose of a rotation is its inverse
         norm_grads: list[Tensor] = []
         if s.qk_norm:
@@ -188,19 +110,19 @@ class BeforeAttentionBackward(Unit):
             dk, dk_norm = rms_norm_backward(dk, k, k_norm, s.eps)
             norm_grads = [dq_norm, dk_norm]
         dy = torch.cat([part.reshape(x.shape[0], -1) for part in (dq, dk, dv)], -1)
-        dn, grads = project_backward(dy, s.qkv, saved, operands)
+        dn, grads = project_backward(dy, s.qkv, saved, operands, ops.rms_norm(x, norm, s.eps))
         dx, dnorm = rms_norm_backward(dn, x, norm, s.eps)
         return (dx, dnorm, *norm_grads, *grads)
 
     def example(self) -> Example:
         s, m = self.spec, 2 * TOKEN_TILE
         rows, fixed = {0: TOKEN_TILE * torch.export.Dim("tiles", min=1, max=1 << 18)}, None
-        weights = _example_operands(s.qkv)
+        weights = example_weights(s.qkv)
         head = [torch.ones(m, n, s.head_dim) for n in (s.heads, s.kv_heads, s.kv_heads)]
         columns = sum(spec.columns for spec in s.qkv)
         normed = (torch.ones(s.head_dim), torch.ones(s.head_dim), torch.ones(m, columns)) if s.qk_norm else ()
         tables = (torch.ones(m, s.head_dim), torch.ones(m, s.head_dim))
-        saved = _example_kept(s.qkv, m)
+        saved = example_kept(s.qkv, m)
         inputs = (*head, torch.ones(m, s.hidden), torch.ones(s.hidden), *normed, *tables, *saved, *weights)
         qk = (fixed, fixed, rows) if s.qk_norm else ()
         return Example(inputs, (*[rows] * 4, fixed, *qk, rows, rows, *[rows] * len(saved), *[fixed] * len(weights)))
@@ -273,8 +195,9 @@ class AfterAttention(Unit):
 class AfterAttentionBackward(Unit):
     """Gradient of :class:`AfterAttention`.
 
-    Inputs: d(next x), then the saved tensors in the order of the forward's outputs, then the weights in the order of its
-    inputs. Outputs: dx, d(attended), dW of o, dnorm, dW of gate/up, dW of down (each with its db).
+    Inputs: d(next x), attended if the output linear has adapters, then the saved tensors in the order of the forward's
+    outputs, then the weights in the order of its inputs. Outputs: dx, d(attended), gradients of o, dnorm, gradients of
+    gate/up and of down.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -283,32 +206,36 @@ class AfterAttentionBackward(Unit):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         s = self.spec
-        dout, middle, *rest = inputs
-        o_in, rest = _take(rest, (s.o,))
-        wide_in, (wide, *rest) = _take(rest, s.gate_up)
-        down_in, weights = _take(rest, (s.down,))
+        dout, *rest = inputs
+        attended = rest.pop(0) if s.o.adapted else None
+        middle, *rest = rest
+        o_in, rest = take_kept(rest, (s.o,))
+        wide_in, (wide, *rest) = take_kept(rest, s.gate_up)
+        down_in, weights = take_kept(rest, (s.down,))
         o, norm, gate_up, down = _split_after(weights, s)
-        dh, down_grads = project_backward(dout, (s.down,), down_in, down)
         gate, up = wide.chunk(2, -1)
+        dh, down_grads = project_backward(dout, (s.down,), down_in, down, ops.silu_mul(wide))
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         dwide = torch.cat((dh * up * (sigmoid * (1 + gate - silu)), dh * silu), -1)
-        dn, wide_grads = project_backward(dwide, s.gate_up, wide_in, gate_up)
+        dn, wide_grads = project_backward(dwide, s.gate_up, wide_in, gate_up, ops.rms_norm(middle, norm, s.eps))
         dmiddle, dnorm = rms_norm_backward(dn, middle, norm, s.eps)
         dmiddle = dmiddle + dout
-        dattended, o_grads = project_backward(dmiddle, (s.o,), o_in, o)
+        dattended, o_grads = project_backward(dmiddle, (s.o,), o_in, o, attended)
         return (dmiddle, dattended, *o_grads, dnorm, *wide_grads, *down_grads)
 
     def example(self) -> Example:
         s, m = self.spec, 2 * TOKEN_TILE
         rows, fixed = {0: TOKEN_TILE * torch.export.Dim("tiles", min=1, max=1 << 18)}, None
         weights = _example_after(s)
+        attended = [torch.ones(m, s.heads * s.head_dim)] if s.o.adapted else []
         saved = (
+            *attended,
             torch.ones(m, s.hidden),
-            *_example_kept((s.o,), m),
-            *_example_kept(s.gate_up, m),
+            *example_kept((s.o,), m),
+            *example_kept(s.gate_up, m),
             torch.ones(m, 2 * s.intermediate),
-            *_example_kept((s.down,), m),
+            *example_kept((s.down,), m),
         )
         inputs = (torch.ones(m, s.hidden), *saved, *weights)
         return Example(inputs, (*[rows] * (1 + len(saved)), *[fixed] * len(weights)))
@@ -328,7 +255,7 @@ class Head(Unit):
 
     def example(self) -> Example:
         rows, fixed = {0: ROW_TILE * torch.export.Dim("tiles", min=1, max=1 << 20)}, None
-        weights = _example_operands((self.spec.linear,))
+        weights = example_weights((self.spec.linear,))
         inputs = (torch.ones(2 * ROW_TILE, self.spec.hidden), torch.ones(self.spec.hidden), *weights)
         return Example(inputs, (rows, fixed, *[fixed] * len(weights)))
 
@@ -361,21 +288,10 @@ def head_backward(
     rows = x.shape[0]
     pad = (0, 0, 0, -rows % TOKEN_TILE)
     dlogits = F.pad(dlogits, pad)
-    kept = [_pad_rows(tensor, pad[3]) for tensor in kept]
+    kept = [pad_rows(tensor, pad[3]) for tensor in kept]
     dn, grads = project_backward(dlogits, (spec.linear,), kept, operands)
     dx, dnorm = rms_norm_backward(dn[:rows], x, norm, spec.eps)
     return (dx, dnorm, *grads)
-
-
-def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros; ``F.pad`` takes no float8."""
-    return x if rows == 0 else torch.cat((x, torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=x.device)))
-
-
-def _take(tensors: Sequence[Tensor], specs: Sequence[LinearSpec]) -> tuple[list[Tensor], list[Tensor]]:
-    """Split off what the inputs of ``specs`` keep."""
-    count = sum(spec.kept for spec in specs)
-    return list(tensors[:count]), list(tensors[count:])
 
 
 def _heads(y: Tensor, s: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -388,28 +304,11 @@ def _heads(y: Tensor, s: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 def _split_after(weights: Sequence[Tensor], s: LayerSpec) -> tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]:
     rest = list(weights)
-    o = [rest.pop(0) for _ in range(1 + s.o.bias)]
+    o = [rest.pop(0) for _ in range(s.o.tensors)]
     norm = rest.pop(0)
-    wide = [rest.pop(0) for _ in range(sum(1 + spec.bias for spec in s.gate_up))]
+    wide = [rest.pop(0) for _ in range(sum(spec.tensors for spec in s.gate_up))]
     return o, norm, wide, rest
 
 
 def _example_after(s: LayerSpec) -> tuple[Tensor, ...]:
-    return (*_example_operands((s.o,)), torch.ones(s.hidden), *_example_operands((*s.gate_up, s.down)))
-
-
-def _example_kept(specs: Sequence[LinearSpec], rows: int) -> tuple[Tensor, ...]:
-    out: list[Tensor] = []
-    for spec in specs:
-        _, kept = ops.quantise_rows(torch.ones(rows, spec.in_features), spec.format)
-        out += kept
-    return tuple(out)
-
-
-def _example_operands(specs: Sequence[LinearSpec]) -> tuple[Tensor, ...]:
-    out = []
-    for spec in specs:
-        out.append(torch.ones(spec.in_features, spec.columns))
-        if spec.bias:
-            out.append(torch.ones(spec.columns))
-    return tuple(out)
+    return (*example_weights((s.o,)), torch.ones(s.hidden), *example_weights((*s.gate_up, s.down)))

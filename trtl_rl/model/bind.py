@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from trtl_rl.kernels import autograd
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.kernels.spec import ROW_TILE, TOKEN_TILE
+from trtl_rl.model.adapters import base_linear, masters, read_adapters, without_wrapper
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.kv import RopeTables, Rows
 from trtl_rl.model.layer import decoder_layer
-from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, LayerWeights, tensor_specs
+from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, Operand, tensor_specs
 from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.recipe import expand
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def describe(model: PreTrainedModel) -> DecoderDescription:
-    """Read sizes, rope and quantisers off a (quantised) model."""
+    """Read sizes, rope, quantisers and adapters off a model."""
     config: Any = model.config
     check_architecture(config)
     rotary: Any = model.model.rotary_emb
@@ -49,6 +50,7 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
         inverse_frequencies=tuple(rotary.inv_freq.float().tolist()),
         attention_scaling=float(rotary.attention_scaling),
         coverage=expand(model),
+        adapters=read_adapters(model),
     )
 
 
@@ -56,7 +58,8 @@ class TrainableDecoder:
     """The learner's side of a decoder: masters in the Hugging Face model, operands of one version in ``weights``.
 
     Args:
-        model: float32, quantised by ``Recipe.apply``. Its ``forward`` is replaced.
+        model: float32, quantised by ``Recipe.apply``, then perhaps wrapped by ``peft`` with LoRA adapters. The ``forward`` of the
+            Hugging Face model is replaced.
         kernels: With backward units.
         context: Longest sequence; rotary tables are made for it, on both sides.
 
@@ -65,22 +68,23 @@ class TrainableDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, kernels: KernelSet, context: int) -> None:
+        model = without_wrapper(model)
         self.model = model
         self.description = describe(model)
         self.weights = DecoderWeights(self.description, kernels)
         self.rope = RopeTables(self.description.inverse_frequencies, self.description.attention_scaling, context)
         self.context = context
         self.padding = model.model.embed_tokens.padding_idx
-        for layer, module in zip(self.weights.layers, model.model.layers, strict=True):
-            _attach(layer, module)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = masters(model)
+        for layer in self.weights.layers:
+            self._attach(layer)
         self.snapshot: dict[str, Tensor] = {}
         self.gradient_checkpointing = False
         model.forward = self.forward
 
     @torch.no_grad()
     def refresh(self, version: int) -> dict[str, Tensor]:
-        """Quantise the masters and load the result as ``version``.
+        """Quantise the masters and load the result as ``version``; what adapters leave frozen is quantised the first time only.
 
         Returns:
             Every tensor of the version in the layout of ``tensor_specs``: what a refit sends.
@@ -94,8 +98,9 @@ class TrainableDecoder:
             raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
         formats = {item.name: item.format.forward_weight for item in self.description.coverage.linears}
         tensors: dict[str, Tensor] = {}
+        frozen = self.snapshot if self.description.adapters else {}
         for spec in tensor_specs(self.description):
-            if spec.name.endswith(SCALE_SUFFIX):
+            if spec.name.endswith(SCALE_SUFFIX) or (spec.name in frozen and not spec.name.endswith((LORA_A, LORA_B))):
                 continue
             rounded = self.parameters[spec.name].detach().bfloat16()
             format = formats.get(spec.name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
@@ -108,14 +113,33 @@ class TrainableDecoder:
         self.weights.load(tensors)
         self._load_gradient_operands(tensors)
         self.weights.version = version
-        self.snapshot = tensors
-        return tensors
+        self.snapshot = {**frozen, **tensors}
+        return self.snapshot
+
+    def _attach(self, layer: LayerWeights) -> None:
+        """Give a layer its FP32 masters, in the order in which autograd returns their gradients."""
+        prefix = f"model.layers.{layer.index}."
+
+        def norm(name: str) -> Tensor:
+            return self.parameters[f"{prefix}{name}.weight"]
+
+        def of(operands: list[Operand]) -> list[Tensor]:
+            out: list[Tensor] = []
+            for operand in operands:
+                kinds = [] if operand.spec.frozen else [".weight", *([".bias"] if operand.spec.bias else [])]
+                out += [self.parameters[name + kind] for kind in kinds for name in operand.names]
+                out += [self.parameters[name + kind] for kind in (LORA_A, LORA_B) for name in operand.ups]
+            return out
+
+        norms = [norm("self_attn.q_norm"), norm("self_attn.k_norm")] if layer.spec.qk_norm else []
+        layer.before_parameters = [norm("input_layernorm"), *norms, *of(layer.qkv)]
+        layer.after_parameters = [*of([layer.o]), norm("post_attention_layernorm"), *of([*layer.gate_up, layer.down])]
 
     def _load_gradient_operands(self, tensors: dict[str, Tensor]) -> None:
         """Where only the backward pass takes FP8 weights, give DGrad operands of its own."""
         for linear in self.description.coverage.linears:
             f = linear.format
-            if f.fprop == "bf16" and f.dgrad == "fp8" and f.weight is not None:
+            if f.fprop == "bf16" and f.dgrad == "fp8" and f.weight is not None and f"{linear.name}.weight" in tensors:
                 tied = linear.name == "lm_head" and self.description.tied
                 rounded = tensors["model.embed_tokens.weight" if tied else f"{linear.name}.weight"].float()
                 self.weights.fill_gradient(linear.name, decode(*encode(rounded, f.weight), f.weight))
@@ -177,28 +201,5 @@ class TrainableDecoder:
 
 def _linears(layer: Any) -> list[nn.Linear]:
     a, m = layer.self_attn, layer.mlp
-    return [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
-
-
-def _attach(layer: LayerWeights, module: Any) -> None:
-    """Give a layer its FP32 masters, in the order in which autograd returns their gradients."""
-    q, k, v, o, gate, up, down = _linears(module)
-
-    def parameters(operands: list[Any], modules: list[nn.Linear]) -> list[Tensor]:
-        out: list[Tensor] = []
-        rest = list(modules)
-        for operand in operands:
-            parts = [rest.pop(0) for _ in operand.spec.out_features]
-            out += [part.weight for part in parts]
-            if operand.bias is not None:
-                out += [part.bias for part in parts]
-        return out
-
-    attention = module.self_attn
-    norms = [attention.q_norm.weight, attention.k_norm.weight] if layer.spec.qk_norm else []
-    layer.before_parameters = [module.input_layernorm.weight, *norms, *parameters(layer.qkv, [q, k, v])]
-    layer.after_parameters = [
-        *parameters([layer.o], [o]),
-        module.post_attention_layernorm.weight,
-        *parameters([*layer.gate_up, layer.down], [gate, up, down]),
-    ]
+    modules = [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
+    return [base_linear(module) for module in modules]

@@ -6,14 +6,23 @@ nor ModelOpt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from trtl_rl.kernels.spec import HeadSpec, LayerSpec, fuse
+from trtl_rl.kernels.spec import HeadSpec, LayerSpec, Part, fuse
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.recipe.formats import LinearFormat
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank adapter of one linear: W x + scaling B A x, with A [rank, in] and B [out, rank] (LoRA)."""
+
+    name: str
+    rank: int
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class DecoderDescription:
         inverse_frequencies: Of the rotary embedding, [head_dim / 2].
         attention_scaling: Factor on the rotary tables (YaRN), 1.0 otherwise.
         coverage: The expanded recipe, in checkpoint names.
+        adapters: In name order; with any, everything else is frozen.
     """
 
     layers: int
@@ -43,6 +53,7 @@ class DecoderDescription:
     inverse_frequencies: tuple[float, ...]
     attention_scaling: float
     coverage: Coverage
+    adapters: tuple[Adapter, ...] = ()
 
     def linear_name(self, layer: int, role: str) -> str:
         """Checkpoint name of a linear, for example ``model.layers.0.mlp.up_proj``."""
@@ -63,8 +74,12 @@ class DecoderDescription:
             zip(LINEARS, (q, kv, kv, self.hidden, self.intermediate, self.intermediate, self.hidden), strict=True)
         )
 
-        def part(role: str) -> tuple[int, LinearFormat, bool]:
-            return sizes[role], formats[self.linear_name(layer, role)], role in self.biases
+        ranks = {adapter.name: adapter.rank for adapter in self.adapters}
+        frozen = bool(self.adapters)
+
+        def part(role: str) -> Part:
+            name = self.linear_name(layer, role)
+            return Part(sizes[role], formats[name], role in self.biases, ranks.get(name, 0))
 
         return LayerSpec(
             self.hidden,
@@ -74,23 +89,26 @@ class DecoderDescription:
             self.intermediate,
             self.eps,
             self.qk_norm,
-            fuse([part(role) for role in LINEARS[:3]], self.hidden),
-            fuse([part("o_proj")], q)[0],
-            fuse([part("gate_proj"), part("up_proj")], self.hidden),
-            fuse([part("down_proj")], self.intermediate)[0],
+            fuse([part(role) for role in LINEARS[:3]], self.hidden, frozen=frozen),
+            fuse([part("o_proj")], q, frozen=frozen)[0],
+            fuse([part("gate_proj"), part("up_proj")], self.hidden, frozen=frozen),
+            fuse([part("down_proj")], self.intermediate, frozen=frozen)[0],
         )
 
     def head_spec(self) -> HeadSpec:
-        linear = fuse([(self.vocab, self.format("lm_head"), False)], self.hidden)[0]
+        part = Part(self.vocab, self.format("lm_head"), False)
+        linear = fuse([part], self.hidden, frozen=bool(self.adapters))[0]
         return HeadSpec(self.hidden, self.vocab, self.eps, linear)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "coverage": self.coverage.to_json()}
+        adapters = [asdict(adapter) for adapter in self.adapters]
+        return {**self.__dict__, "coverage": self.coverage.to_json(), "adapters": adapters}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DecoderDescription:
         values = dict(data)
         values["coverage"] = Coverage.from_json(values["coverage"])
+        values["adapters"] = tuple(Adapter(**adapter) for adapter in values["adapters"])
         values["biases"] = tuple(values["biases"])
         values["inverse_frequencies"] = tuple(values["inverse_frequencies"])
         return cls(**values)

@@ -22,6 +22,9 @@ from trtl_rl.recipe.formats import BlockFormat
 SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight_scale_inv
 
 
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # of adapter checkpoints
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor of the checkpoint layout in which weights travel: name, dtype, shape."""
@@ -55,11 +58,21 @@ def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
             specs.append(TensorSpec(name + SCALE_SUFFIX, torch.float32, grid))
         if linear.name.rpartition(".")[2] in d.biases:
             specs.append(TensorSpec(f"{linear.name}.bias", bf16, (linear.shape[0],)))
+    shapes = {linear.name: linear.shape for linear in d.coverage.linears}
+    for adapter in d.adapters:
+        out, wide = shapes[adapter.name]
+        specs.append(TensorSpec(f"{adapter.name}{LORA_A}", bf16, (adapter.rank, wide)))
+        specs.append(TensorSpec(f"{adapter.name}{LORA_B}", bf16, (out, adapter.rank)))
     return sorted(specs, key=lambda spec: spec.name)
 
 
 class Operand:
-    """The right side of one GEMM: [K, sum N] float32, and its bias; parts are checkpoint linears side by side."""
+    """What one GEMM needs: its right side [K, sum N] float32, bias and adapters; parts are checkpoint linears side by side.
+
+    Attributes:
+        down: A of all parts side by side, [K, ranks and columns of zeros], or None.
+        ups: For each part with an adapter scaling·B, [rank, N].
+    """
 
     def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device | None = None) -> None:
         self.spec = spec
@@ -67,17 +80,28 @@ class Operand:
         self.values = torch.zeros(spec.in_features, spec.columns, device=device)
         self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
         self.gradient_values: Tensor | None = None  # a learner's, where DGrad and the forward pass see other weights
+        self.down = torch.zeros(spec.in_features, spec.down_columns, device=device) if spec.adapted else None
+        self.ups = {
+            name: torch.zeros(rank, n, device=device)
+            for name, rank, n in zip(names, spec.ranks or (0,) * len(names), spec.out_features, strict=True)
+            if rank
+        }
+        self.scalings: dict[str, float] = {}
         self.formats: dict[str, BlockFormat | None] = {}
+        self._columns = dict(zip(self.ups, _starts([rank for rank in spec.ranks if rank]), strict=True))
         self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
 
     def tensors(self) -> list[Tensor]:
-        """What a unit takes: the operand and, with a bias, that bias."""
-        return [self.values] if self.bias is None else [self.values, self.bias]
+        """What a unit takes: the operand; the bias, if there is one; the adapters' down and up projections."""
+        return self._with(self.values)
 
     def gradient_tensors(self) -> list[Tensor]:
         """What a backward unit takes."""
-        values = self.values if self.gradient_values is None else self.gradient_values
-        return [values] if self.bias is None else [values, self.bias]
+        return self._with(self.values if self.gradient_values is None else self.gradient_values)
+
+    def _with(self, values: Tensor) -> list[Tensor]:
+        bias = [] if self.bias is None else [self.bias]
+        return [values, *bias] if self.down is None else [values, *bias, self.down, *self.ups.values()]
 
     def fill(self, name: str, values: Tensor) -> None:
         """Store the decoded weight [N, K] float32 of the part ``name``."""
@@ -90,6 +114,16 @@ class Operand:
             self.gradient_values = self.values.clone()
         start = self._starts[name]
         self.gradient_values[:, start : start + values.shape[0]].copy_(values.t())
+
+    def fill_adapter(self, name: str, a: Tensor | None, b: Tensor | None, scaling: float) -> None:
+        """Store A [rank, K] or B [N, rank] of the part ``name``; scaling goes into B."""
+        if a is not None:
+            assert self.down is not None
+            start = self._columns[name]
+            self.down[:, start : start + a.shape[0]].copy_(a.t())
+        if b is not None:
+            self.ups[name].copy_(b.t()).mul_(scaling)
+            self.scalings[name] = scaling
 
     def fill_bias(self, name: str, values: Tensor) -> None:
         assert self.bias is not None
@@ -114,7 +148,8 @@ class LayerWeights:
         self.o = Operand(self.spec.o, [names["o_proj"]])
         self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]])
         self.down = Operand(self.spec.down, [names["down_proj"]])
-        # FP32 masters of a trainer, in the order of the units' weight inputs; empty in an engine.
+        # FP32 masters of a trainer in the order in which autograd returns their gradients: norms where the units take them;
+        # of each operand weights and biases, unless frozen, then every A, then every B. Empty in an engine.
         self.before_parameters: list[Tensor] = []
         self.after_parameters: list[Tensor] = []
 
@@ -160,6 +195,7 @@ class DecoderWeights:
         self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
         self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
         self._operands["lm_head"] = self.head
+        self._scalings = {adapter.name: adapter.scaling for adapter in d.adapters}
         self._vectors = {"model.norm.weight": self.norm}
         for layer in self.layers:
             prefix = f"model.layers.{layer.index}."
@@ -176,6 +212,12 @@ class DecoderWeights:
                 continue
             if name in self._vectors:
                 self._vectors[name].copy_(tensor)
+                continue
+            adapter = next((suffix for suffix in (LORA_A, LORA_B) if name.endswith(suffix)), None)
+            if adapter is not None:
+                module = name.removesuffix(adapter)
+                a, b = (tensor.float(), None) if adapter == LORA_A else (None, tensor.float())
+                self._operands[module].fill_adapter(module, a, b, self._scalings[module])
                 continue
             module, _, kind = name.rpartition(".")
             if name == "model.embed_tokens.weight":

@@ -128,9 +128,10 @@ def expand(model: nn.Module) -> Coverage:
     linears = []
     runnable = set()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or ".lora_A." in name or ".lora_B." in name:
             continue
         runnable |= {f"{name}.{kind}_quantizer" for kind in ("weight", "input")}
+        name = name.removesuffix(".base_layer")  # of a linear that peft wrapped
         format = _format_of(name, module)
         linears.append(
             CoveredLinear(
