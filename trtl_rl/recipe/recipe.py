@@ -1,8 +1,8 @@
 """``Recipe``: one ModelOpt YAML file, applied once to a Hugging Face model and expanded to a list of linears.
 
 ModelOpt inserts and owns the quantisers; the bound forward (``model/bind.py``) takes its formats from those modules, so
-what is switched off in the model is off in the forward, in the coverage and in the engine. ModelOpt is imported only
-here, in the trainer's process: its import takes seconds, and the engine needs plain values only.
+what is switched off in the model is off in the forward, in the coverage and in the engine. ModelOpt is imported in the
+trainer's process only, by this file and its neighbours: its import takes seconds, and the engine needs plain values only.
 """
 
 from __future__ import annotations
@@ -95,13 +95,8 @@ class Recipe:
             warnings.simplefilter("ignore")
             import modelopt.torch.quantization as mtq
             from modelopt.recipe import load_recipe
-            from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
-                is_registered_quant_backend,
-                register_quant_backend,
-            )
 
-            if not is_registered_quant_backend(BACKEND):
-                register_quant_backend(BACKEND, _backend)
+            register_backend()
             with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, contextlib.redirect_stdout(io.StringIO()):
                 file.write(self.text)
                 file.flush()
@@ -114,7 +109,21 @@ class Recipe:
                         f"Recipe {self.name} asks for calibration (algorithm: {quantize.algorithm}); block scales are "
                         "computed from each tensor. Write 'algorithm: null'."
                     )
-                mtq.quantize(model, quantize.model_dump(exclude_unset=True), forward_loop=None)
+                try:
+                    mtq.quantize(model, quantize.model_dump(exclude_unset=True), forward_loop=None)
+                except (ValueError, KeyError) as error:
+                    raise UserError(f"ModelOpt cannot apply recipe {self.name}: {error}") from None
+
+
+def register_backend() -> None:
+    """Make our quantiser known to ModelOpt, which a process needs once before it quantises or restores a model with it."""
+    from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
+        is_registered_quant_backend,
+        register_quant_backend,
+    )
+
+    if not is_registered_quant_backend(BACKEND):
+        register_quant_backend(BACKEND, _backend)
 
 
 def expand(model: nn.Module) -> Coverage:
