@@ -14,6 +14,7 @@ from trtl_rl.flops.ledger import Ledger
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.recipe import modelopt_state
+from trtl_rl.recipe.patterns import unmatched
 from trtl_rl.refit.sender import send
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
@@ -91,6 +92,8 @@ class Run:
         phases.next()
         recipe = self.trainer.recipe
         model = load_model(self.trainer.source.path, recipe, found[-1] if saved else None)
+        for text in unmatched(recipe, model):
+            self.metrics.message("warning", text)
         parts = checkpoint.ModelParts(model.config, modelopt_state.capture(model), recipe.text)
         phases.next()
         decoder = self._bind(model, context)

@@ -86,7 +86,8 @@ def _coverage_of(recipe: Recipe, model: PreTrainedModel) -> Coverage:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
+        make: Any = AutoModelForCausalLM.from_config
+        skeleton: PreTrainedModel = make(copy.deepcopy(model.config))
     recipe.apply(skeleton)
     return expand(skeleton)
 

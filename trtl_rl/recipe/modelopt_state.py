@@ -35,7 +35,8 @@ def capture(model: nn.Module) -> State | None:
 
         if not mto.ModeloptStateManager.is_converted(model):
             return None
-        return copy.deepcopy(mto.modelopt_state(model))
+        state: State = copy.deepcopy(mto.modelopt_state(model))
+        return state
 
 
 def write(state: State, directory: Path) -> None:
