@@ -153,6 +153,7 @@ def test_another_recipe_is_refused_with_both_digests_before_anything_is_loaded(
         trainer.train()
 
 
+@pytest.mark.slow
 def test_without_a_recipe_nothing_is_saved_and_nothing_restored(tmp_path: Path) -> None:
     config = small(tmp_path / "run", steps=1, recipe="none")
     Trainer(reward_funcs=digits, args=config).train()
