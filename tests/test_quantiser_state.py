@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from trtl_rl import Trainer
 from trtl_rl.errors import UserError
 from trtl_rl.model.source import find_model
 from trtl_rl.recipe import modelopt_state
-from trtl_rl.recipe.recipe import Recipe, expand
+from trtl_rl.recipe.recipe import BACKEND, Recipe, expand, register_backend
 from trtl_rl.trainer.loading import load_model
 
 BUNDLED = Path(trtl_rl.recipe.__file__).parent / "fp8_block.yaml"
@@ -31,7 +32,31 @@ MODEL = find_model("demo").path
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calibrations() -> Iterator[list[str]]:
+    """Every step of a calibration that ModelOpt's quantisers take while this module's tests run, and every stock quantisation."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+    from modelopt.torch.quantization.nn.modules import tensor_quantizer
+
+    calls: list[str] = []
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **rest: Any) -> Any:
+            calls.append(name)
+            return function(*arguments, **rest)
+
+        return call
+
+    register_backend()
+    backends = tensor_quantizer._QUANT_FUNCTIONAL_BACKENDS
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("enable_calib", "load_calib_amax", "collect"):
+            patch.setattr(TensorQuantizer, name, watched(name, getattr(TensorQuantizer, name)))
+        patch.setitem(backends, BACKEND, watched(BACKEND, backends[BACKEND]))
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def run_dir(calibrations: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of one step."""
     path = tmp_path_factory.mktemp("state") / "run"
     Trainer(reward_funcs=digits, args=small(path, steps=1)).train()
@@ -53,7 +78,7 @@ def change_quantiser(checkpoint: Path, name: str, **attributes: Any) -> None:
 
 
 def test_a_resume_inserts_quantisers_anew_instead_of_restoring_them(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, calibrations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = tmp_path / "run"
     shutil.copytree(run_dir, again)
@@ -81,6 +106,23 @@ def test_a_resume_inserts_quantisers_anew_instead_of_restoring_them(
     first, second = rows_of(again, "start")
     assert first["coverage"] == second["coverage"] and second["coverage"]["quantised"] == 14
     assert rows_of(again, "step")[-1]["metrics"]["mismatch/max_abs"] == 0
+    assert calibrations == [], "start, refits or resume calibrated"
+
+
+def test_the_watch_for_calibrations_sees_one(calibrations: list[str]) -> None:
+    import modelopt.torch.quantization as mtq
+
+    before = list(calibrations)
+    mtq.quantize(
+        models.tiny("llama"),
+        {"quant_cfg": [{"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": 8, "axis": 0}}], "algorithm": "max"},
+        forward_loop=lambda model: model(torch.tensor([[5, 6]])),
+    )
+    model = models.tiny("llama")
+    Recipe.load("fp8_block").apply(model)
+    model(torch.tensor([[5, 6]]))
+    assert {"enable_calib", "load_calib_amax", "collect", BACKEND} <= set(calibrations[len(before) :])
+    calibrations[:] = before
 
 
 def test_a_restored_model_computes_what_the_recipe_does(tmp_path: Path) -> None:
