@@ -13,6 +13,8 @@ from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.metrics import MetricsWriter
+from trtl_rl.recipe import modelopt_state
+from trtl_rl.recipe.patterns import unmatched
 from trtl_rl.refit.sender import send
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
@@ -88,7 +90,11 @@ class Run:
         task = self._make_task(tokenizer)
         context = self._context(task)
         phases.next()
-        model = load_model(self.trainer.source.path, self.trainer.recipe)
+        recipe = self.trainer.recipe
+        model = load_model(self.trainer.source.path, recipe, found[-1] if saved else None)
+        for text in unmatched(recipe, model):
+            self.metrics.message("warning", text)
+        parts = checkpoint.ModelParts(model.config, modelopt_state.capture(model), recipe.text)
         phases.next()
         decoder = self._bind(model, context)
         phases.next()
@@ -164,12 +170,11 @@ class Run:
                 "step": state.step,
                 "run": vars(state),
                 "identity": identity,
+                "coverage": decoder.description.coverage.to_json(),
                 "ledger": ledger.state_dict(),
                 **worker.position(),
             }
-            checkpoint.save(
-                run_dir / "checkpoints", learner.accelerator, values, self.trainer.recipe.text, c.checkpoint.keep
-            )
+            checkpoint.save(run_dir / "checkpoints", learner.accelerator, values, parts, c.checkpoint.keep)
             ledger.write(run_dir / "ledger.json")
             self.metrics.progress("checkpoint", 1, 1)
 
@@ -326,7 +331,8 @@ def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise UserError for what may not change on resume: order of prompts, held-out rows or precision would."""
     changed = [key for key in now if now[key] != saved.get(key)]
     if changed:
+        digests = f" (recipe digest {saved.get('recipe')} in the checkpoint, {now['recipe']} now)"
         raise UserError(
-            f"{', '.join(changed)} differ from the run that was saved, so it cannot go on with them. Leave them as they "
-            "were, or start a new run from its model."
+            f"{', '.join(changed)} differ from the run that was saved{digests if 'recipe' in changed else ''}, so it cannot "
+            "go on with them. Leave them as they were, or start a new run from its model."
         )

@@ -1,7 +1,19 @@
 """Checkpoints: written beside, renamed when whole, so that the newest directory without ``.partial`` is a whole one.
 
-A checkpoint holds Accelerate's state (weights as safetensors, optimizer, schedule), the recipe's text, and ``state.json``:
-step, counters, ledger, and which prompts were started but not trained on.
+A checkpoint holds Accelerate's state (FP32 weights as safetensors, optimizer, schedule), the model's ``config.json``, the
+recipe's text, ModelOpt's state of the quantised modules, and ``state.json``: step, counters, ledger, coverage, and which
+prompts were started but not trained on.
+
+ModelOpt and transformers read its directory without a run, the quantisers included::
+
+    import modelopt.torch.opt as mto
+    from transformers import AutoModelForCausalLM
+
+    mto.enable_huggingface_checkpointing()
+    model = AutoModelForCausalLM.from_pretrained("runs/.../checkpoints/step-00000100")
+
+Its stock forward calls our quantiser; call ``trtl_rl.recipe.recipe.register_backend()`` before it. Transformers alone
+(without the second import) reads the weights as a model without quantisers.
 """
 
 from __future__ import annotations
@@ -9,18 +21,35 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
+from trtl_rl.recipe import modelopt_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedConfig
 
-_FORMAT = 1
+_FORMAT = 2
 
 
-def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], recipe: str, keep: int) -> Path:
+@dataclass(frozen=True)
+class ModelParts:
+    """What makes a model of a checkpoint's weights; it does not change in a run.
+
+    Attributes:
+        quantisers: ModelOpt's state, None for a run without quantisers.
+        recipe: Text of the recipe.
+    """
+
+    config: PreTrainedConfig
+    quantisers: modelopt_state.State | None
+    recipe: str
+
+
+def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], parts: ModelParts, keep: int) -> Path:
     """Write ``directory/step-N`` and remove all but the newest ``keep``."""
     target = directory / f"step-{state['step']:08d}"
     if target in whole(directory):
@@ -29,7 +58,10 @@ def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], recip
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     accelerator.save_state(str(partial), safe_serialization=True)
-    (partial / "recipe.yaml").write_text(recipe)
+    parts.config.save_pretrained(partial)
+    (partial / "recipe.yaml").write_text(parts.recipe)
+    if parts.quantisers is not None:
+        modelopt_state.write(parts.quantisers, partial)
     (partial / "state.json").write_text(json.dumps({"format": _FORMAT, **state}))
     for path in partial.rglob("*"):
         if path.is_file():

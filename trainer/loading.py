@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
-from trtl_rl.recipe.recipe import Recipe
+from trtl_rl.recipe import modelopt_state
+from trtl_rl.recipe.coverage import Coverage
+from trtl_rl.recipe.recipe import NONE, Recipe, expand
+from trtl_rl.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,8 +42,16 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: Path, recipe: Recipe) -> PreTrainedModel:
-    """The model in float32, with the recipe's quantisers. Raises UserError for weights that cannot be read."""
+def load_model(path: Path, recipe: Recipe, checkpoint: Path | None = None) -> PreTrainedModel:
+    """The model in float32, with the recipe's quantisers.
+
+    Args:
+        checkpoint: Of a run that goes on: its quantisers are restored, not inserted anew.
+
+    Raises:
+        UserError: weights that cannot be read; a checkpoint whose quantisers are not what it says it ran, or not what the
+            recipe asks for. The message names the modules.
+    """
     import torch
     from transformers import AutoModelForCausalLM, logging
 
@@ -49,8 +61,35 @@ def load_model(path: Path, recipe: Recipe) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except Exception as error:  # safetensors and transformers raise kinds of their own
         raise UserError(f"The weights in {path} cannot be read: {_first_line(error)}") from None
-    recipe.apply(model)
+    if checkpoint is None:
+        recipe.apply(model)
+        return model
+    if recipe.name != NONE:
+        modelopt_state.restore(model, checkpoint)
+    restored = expand(model)
+    for wanted, source in (
+        (Coverage.from_json(read_state(checkpoint)["coverage"]), "what it ran"),
+        (_coverage_of(recipe, model), f"what recipe {recipe.name} asks for"),
+    ):
+        differences = restored.difference(wanted)
+        if differences:
+            raise UserError(
+                f"The quantisers in {checkpoint} are not {source}, in {len(differences)} linears: "
+                + "; ".join(differences[:8])
+            )
     return model
+
+
+def _coverage_of(recipe: Recipe, model: PreTrainedModel) -> Coverage:
+    """What ``recipe`` expands to on a model like ``model``, found on a copy without weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        make: Any = AutoModelForCausalLM.from_config
+        skeleton: PreTrainedModel = make(copy.deepcopy(model.config))
+    recipe.apply(skeleton)
+    return expand(skeleton)
 
 
 def _first_line(error: Exception) -> str:

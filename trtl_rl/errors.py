@@ -32,5 +32,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     >>> nearest("losss", ["loss", "seed"])
     " Did you mean 'loss'?"
     """
+    match = closest(name, choices)
+    return "" if match is None else f" Did you mean '{match}'?"
+
+
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """The one of ``choices`` that is spelt most like ``name``, or None when all are far from it."""
     match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean '{match[0]}'?" if match else ""
+    return match[0] if match else None

@@ -16,9 +16,10 @@ from trtl_rl.errors import EngineError, UserError
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.kernels.spec import ROW_TILE
 from trtl_rl.model.description import DecoderDescription
+from trtl_rl.model.finite import first_not_finite, is_finite
 from trtl_rl.model.kv import KeyValueBuffers, RopeTables, Rows
 from trtl_rl.model.layer import forward_rows, head_logits
-from trtl_rl.model.weights import DecoderWeights, tensor_specs
+from trtl_rl.model.weights import DecoderWeights, LayerWeights, tensor_specs
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
 from trtl_rl.refit.receiver import RefitReceiver
@@ -180,7 +181,7 @@ class TorchEngine:
             rows = self._rows(self._slots.last[slots], slots, self._slots.position[slots])
             hidden = forward_rows(self.weights, self._buffers, rows)
             self._slots.position[slots] += 1
-            self._emit(slots, hidden)
+            self._emit(slots, hidden, [rows])
         self.busy_seconds += time.perf_counter() - start
 
     def _start(self) -> None:
@@ -200,17 +201,19 @@ class TorchEngine:
         ids = np.concatenate([np.array(request.ids, np.int64) for request, _ in started])
         owner = np.concatenate([np.full(len(request.ids), slots[0], np.int64) for request, slots in started])
         position = np.concatenate([np.arange(len(request.ids), dtype=np.int64) for request, _ in started])
-        hidden = []
+        hidden, passes = [], []
         for start in range(0, len(ids), PREFILL_ROWS):
             part = slice(start, start + PREFILL_ROWS)
             rows = self._rows(ids[part], owner[part], position[part])
             hidden.append(forward_rows(self.weights, self._buffers, rows)[: rows.count])
+            passes.append(rows)
         last = np.cumsum([len(request.ids) for request, _ in started]) - 1
         for request, slots in started:
             if len(slots) > 1:
                 self._buffers.copy_prefix(slots[0], slots[1:], len(request.ids))
         repeated = np.repeat(last, [len(slots) for _, slots in started])
-        self._emit(np.array([slot for _, slots in started for slot in slots], np.int64), torch.cat(hidden)[repeated])
+        drawing = np.array([slot for _, slots in started for slot in slots], np.int64)
+        self._emit(drawing, torch.cat(hidden)[repeated], passes)
 
     def _take(self, request: Request, sample: int) -> int:
         uniform = random_stream(request.seed, sample, self.version, request.sampling.max_new_tokens)
@@ -219,12 +222,20 @@ class TorchEngine:
     def _rows(self, ids: np.ndarray, slots: np.ndarray, position: np.ndarray) -> Rows:
         return Rows.make(torch.from_numpy(ids), torch.from_numpy(slots), torch.from_numpy(position), self._rope)
 
-    def _emit(self, slots: np.ndarray, hidden: torch.Tensor) -> None:
-        """Draw a token for each slot from its hidden state (filling rows follow), and release what has ended."""
+    def _emit(self, slots: np.ndarray, hidden: torch.Tensor, passes: Sequence[Rows]) -> None:
+        """Draw a token for each slot from its hidden state (filling rows follow), and release what has ended.
+
+        ``passes`` are the rows that gave the hidden states: they are repeated to explain what is not finite.
+        """
         state, n = self._slots, len(slots)
         if hidden.shape[0] % ROW_TILE:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[0] % ROW_TILE))
         logits = head_logits(self.weights, hidden)
+        if not is_finite(hidden[:n], logits[:n]):
+            raise EngineError(
+                f"{self._first_not_finite(passes)} gives NaN or infinite values while weight version {self.version} generates; "
+                "the weights are finite, so activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
+            )
         temperature = torch.from_numpy(state.temperature[slots])
         uniform = torch.from_numpy(state.uniform[slots, state.generated[slots]])
         tokens = sample_tokens(logits[:n], temperature, uniform, torch.from_numpy(state.greedy[slots]))
@@ -243,6 +254,12 @@ class TorchEngine:
         ended = stopped | (state.generated[slots] >= state.limit[slots])
         for slot, stop in zip(slots[ended], stopped[ended], strict=True):
             self._done.append(state.release(int(slot), "stop" if stop else "length", self.version))
+
+    def _first_not_finite(self, passes: Sequence[Rows]) -> str:
+        def attend(layer: LayerWeights, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> torch.Tensor:
+            return self._buffers.attend(layer.index, layer.units, q, k, v, rows)
+
+        return first_not_finite(self.weights, passes, attend)
 
     def _refusal(self) -> str:
         return {

@@ -18,6 +18,7 @@ from trtl_rl.kernels.spec import ROW_TILE, TOKEN_TILE
 from trtl_rl.model.adapters import base_linear, masters, read_adapters, without_wrapper
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.finite import first_not_finite, is_finite
 from trtl_rl.model.kv import RopeTables, Rows
 from trtl_rl.model.layer import decoder_layer
 from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, Operand, tensor_specs
@@ -156,6 +157,9 @@ class TrainableDecoder:
 
         Returns:
             logprob and entropy, each [sum of answer_lengths] float32, response after response.
+
+        Raises:
+            FloatingPointError: the model's output is not finite; names the module where that began.
         """
         assert self.weights.version >= 0, "refresh() comes first"
         ids: list[int] = []
@@ -196,6 +200,12 @@ class TrainableDecoder:
             self.parameters["model.norm.weight"],
             head,
         )
+        if not is_finite(x[:count], logprob[:count], entropy[:count]):
+            module = first_not_finite(self.weights, [rows], attend)
+            raise FloatingPointError(
+                f"{module} gives NaN or infinite values in the forward pass of weight version {self.weights.version}, whose "
+                "weights are finite: activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
+            )
         return logprob[:count], entropy[:count]
 
 

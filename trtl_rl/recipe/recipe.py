@@ -1,8 +1,8 @@
 """``Recipe``: one ModelOpt YAML file, applied once to a Hugging Face model and expanded to a list of linears.
 
 ModelOpt inserts and owns the quantisers; the bound forward (``model/bind.py``) takes its formats from those modules, so
-what is switched off in the model is off in the forward, in the coverage and in the engine. ModelOpt is imported only
-here, in the trainer's process: its import takes seconds, and the engine needs plain values only.
+what is switched off in the model is off in the forward, in the coverage and in the engine. ModelOpt is imported in the
+trainer's process only, by this file and its neighbours: its import takes seconds, and the engine needs plain values only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Recipe:
             raise UserError(f"Recipe {name}: 'quantize' needs 'quant_cfg', a list of entries with a 'quantizer_name'.")
         for entry in entries:
             _check_entry(name, entry)
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(_with_text_keys(content), sort_keys=True).encode()).hexdigest()
         return cls(name, text, digest)
 
     def apply(self, model: nn.Module) -> None:
@@ -95,13 +95,8 @@ class Recipe:
             warnings.simplefilter("ignore")
             import modelopt.torch.quantization as mtq
             from modelopt.recipe import load_recipe
-            from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
-                is_registered_quant_backend,
-                register_quant_backend,
-            )
 
-            if not is_registered_quant_backend(BACKEND):
-                register_quant_backend(BACKEND, _backend)
+            register_backend()
             with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, contextlib.redirect_stdout(io.StringIO()):
                 file.write(self.text)
                 file.flush()
@@ -114,7 +109,21 @@ class Recipe:
                         f"Recipe {self.name} asks for calibration (algorithm: {quantize.algorithm}); block scales are "
                         "computed from each tensor. Write 'algorithm: null'."
                     )
-                mtq.quantize(model, quantize.model_dump(exclude_unset=True), forward_loop=None)
+                try:
+                    mtq.quantize(model, quantize.model_dump(exclude_unset=True), forward_loop=None)
+                except (ValueError, KeyError) as error:
+                    raise UserError(f"ModelOpt cannot apply recipe {self.name}: {error}") from None
+
+
+def register_backend() -> None:
+    """Make our quantiser known to ModelOpt, which a process needs once before it quantises or restores a model with it."""
+    from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
+        is_registered_quant_backend,
+        register_quant_backend,
+    )
+
+    if not is_registered_quant_backend(BACKEND):
+        register_quant_backend(BACKEND, _backend)
 
 
 def expand(model: nn.Module) -> Coverage:
@@ -178,10 +187,19 @@ def _enabled(name: str, module: nn.Module, attribute: str) -> dict[str, Any] | N
     quantiser: Any = getattr(module, attribute, None)
     if quantiser is None or not quantiser.is_enabled:
         return None
-    if quantiser.backend != BACKEND or tuple(quantiser.num_bits) != (4, 3):
+    asked = {"backend": quantiser.backend, "num_bits": quantiser.num_bits}
+    if quantiser.block_sizes:
+        asked["block_sizes"] = quantiser.block_sizes
+    if quantiser.backend != BACKEND or quantiser.num_bits != (4, 3) or quantiser.block_sizes:
         raise UserError(
-            f"{name}.{attribute}: backend {quantiser.backend!r} with num_bits {quantiser.num_bits!r} cannot run here; "
-            f"use num_bits: e4m3 and backend: {BACKEND} (see trtl_rl/recipe/fp8_block.yaml)."
+            f"{name}.{attribute}: {', '.join(f'{key} {value!r}' for key, value in asked.items())} cannot run here: the kernels "
+            f"have E4M3 codes with one FP32 scale a block. Use num_bits: e4m3 and backend: {BACKEND}, with the block in its "
+            "backend_extra_args (see trtl_rl/recipe/fp8_block.yaml)."
+        )
+    if not quantiser._dynamic:
+        raise UserError(
+            f"{name}.{attribute}: type 'static' cannot run here: scales are computed from each tensor, and none is stored. "
+            "Use type: dynamic."
         )
     return dict(quantiser.backend_extra_args)
 
@@ -191,6 +209,13 @@ def _block_format(arguments: dict[str, Any] | None) -> BlockFormat | None:
         return None
     rows, columns = arguments["block"]
     return BlockFormat((int(rows), int(columns)), arguments["scale"], arguments.get("round", "fp32"))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """``value`` with every key as text, so that keys can be sorted: those of ``block_sizes`` are numbers and words."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:
