@@ -124,7 +124,6 @@ def test_what_the_trainer_quantises_is_what_modelopt_exports(exported: Exported)
     assert snapshot[ZERO + "_scale_inv"][0, 0] == 1
 
 
-@pytest.mark.xfail(strict=True, reason="round_e4m3 gives +0 for negative values that round to zero")
 def test_a_negative_weight_that_rounds_to_zero_keeps_its_sign(exported: Exported) -> None:
     for name in exported.quantised:
         codes, _ = encode(exported.rounded(name), WEIGHT)

@@ -83,8 +83,8 @@ def test_the_digest_is_stable_and_ignores_comments_and_the_order_of_keys(recipe:
     digest = Recipe.load("fp8_block").digest
     assert digest == Recipe.load("fp8_block").digest and len(digest) == 64
     swapped = (
-        "{block: [128, 128], scale: amax_over_448, round: fp32}",
-        "{round: fp32, scale: amax_over_448, block: [128, 128]} # moved",
+        "{block: [128, 128], scale: amax_over_448, round: fp32, fprop: fp8}",
+        "{fprop: fp8, round: fp32, scale: amax_over_448, block: [128, 128]} # moved",
     )
     assert Recipe.load(recipe(swapped, entry="# a comment\n")).digest == digest
     assert Recipe.load(recipe(("block: [1, 128]", "block: [1, 64]"))).digest != digest
@@ -145,6 +145,7 @@ CHANGES: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "activation block": ((("block: [1, 128]", "block: [1, 64]"),), ""),
     "activation scale": ((("scale: inverse, round", "scale: amax_over_448, round"),), ""),
     "activation rounding": ((("inverse, round: fp32", "inverse, round: pow2"),), ""),
+    "results in bfloat16": ((("compute: fp32", "compute: bf16"),), ""),
     "excluded module": ((), exclude("*q_proj*")),
     "excluded layer": ((), exclude("*layers.1.mlp.down_proj*")),
     "excluded activations": ((), exclude("*up_proj.input_quantizer")),
@@ -277,7 +278,7 @@ def test_a_difference_names_the_modules() -> None:
     assert coverage(a=FP8).digest == Coverage((CoveredLinear("a", (4, 4), FP8, "why"),)).digest
 
 
-ARGUMENTS = "{block: [128, 128], scale: amax_over_448, round: fp32}"
+ARGUMENTS = "{block: [128, 128], scale: amax_over_448, round: fp32, fprop: fp8}"
 TAIL = f"backend: trtl_fp8_block\n        backend_extra_args: {ARGUMENTS}"
 WRONG = {
     "misspelt argument": ((ARGUMENTS, "{blok: [128, 128], scale: amax_over_448}"), r"'blok'.*Did you mean 'block'"),
@@ -307,6 +308,7 @@ WRONG = {
         ),
         "cfg is a list",
     ),
+    "unknown precision": (("compute: fp32", "compute: fp16"), "compute must be one of bf16, fp32"),
     "unknown rounding": ((ARGUMENTS, "{block: [1, 1], scale: inverse, round: up}"), "round must be one of fp32, pow2"),
     "unknown gradient": (("dgrad: fp8", "dgrad: fp4"), "dgrad must be one of bf16, fp8"),
     "no quantizers": (("quantize:\n", "quantize:\nother:\n"), "quant_cfg"),
@@ -342,6 +344,16 @@ INT8 = """    - quantizer_name: '*down_proj.weight_quantizer'
 UNRUNNABLE = {
     "activation of many rows": ((("block: [1, 128]", "block: [128, 128]"),), "", r"q_proj.*one row high"),
     "backward of a weight": (((ARGUMENTS, ARGUMENTS[:-1] + ", dgrad: fp8}"),), "", r"q_proj\.weight_quantizer: dgrad"),
+    "two precisions of one product": (
+        (("fp32, fprop: fp8}", "fp32, fprop: bf16}"),),
+        "",
+        r"q_proj: fprop must be the same",
+    ),
+    "results of a weight": (
+        ((ARGUMENTS, ARGUMENTS[:-1] + ", compute: bf16}"),),
+        "",
+        r"q_proj\.weight_quantizer: compute",
+    ),
     "another backend": ((), INT8, r"layers\.0\.mlp\.down_proj\.weight_quantizer.*num_bits: e4m3"),
     "outputs": ((), OUTPUT, r"layers\.0\.mlp\.down_proj\.output_quantizer"),
     "key/value cache": ((), KV_CACHE, r"layers\.0\.self_attn\.k_bmm_quantizer"),

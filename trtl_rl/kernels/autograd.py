@@ -157,7 +157,7 @@ class _HeadLogprob(torch.autograd.Function):
         ctx.save_for_backward(x, ids, temperature)
         parts = []
         for rows in _chunks(x.shape[0], weights.description.vocab):
-            logits, _ = weights.head_units.head([x[rows], weights.norm, *weights.head.tensors()])
+            logits, *_ = weights.head_units.head([x[rows], weights.norm, *weights.head.tensors()])
             parts.append(weights.head_units.logprob([logits, ids[rows], temperature[rows]]))
         logprob, _, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(entropy)

@@ -28,6 +28,7 @@ from trtl_rl.kernels import linear, ops, spec, units
 from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
+TALL_TILES = (256, 128, 64)
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 Progress = Callable[[str, int, int], None]
 
@@ -84,6 +85,7 @@ class KernelSet:
         self.build = build
         self.compile_seconds = 0.0
         self._progress = progress or (lambda text, done, total: None)
+        self._tiles = [ROW_TILE]
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
         self.identity = _identity(compiled)
 
@@ -107,6 +109,7 @@ class KernelSet:
             self.compile_seconds = time.perf_counter() - start
         for unit, kind in jobs:
             self._unit(unit, kind)
+        self._find_tiles(layers, head)
         for unit, kind in jobs:
             if unit is units.Attention:
                 self._check_attention(kind)
@@ -135,7 +138,7 @@ class KernelSet:
     def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
         key = (unit.__name__, kind)
         if key not in self._loaded:
-            self._loaded[key] = self._load(unit, kind) if self.compiled else _eager(unit, kind)
+            self._loaded[key] = self._load(unit, kind) if self.compiled else _eager(unit, kind, self._tile)
         return self._loaded[key]
 
     def _path(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Path:
@@ -152,7 +155,36 @@ class KernelSet:
             # A package reads memory by the strides of its example: everything must be contiguous.
             return loader.run([x if x.is_contiguous() else x.contiguous() for x in inputs])
 
-        return run
+        if not unit.tiled:
+            return run
+        is_rows = [dynamic is not None for dynamic in unit(kind).example().dynamic]
+
+        def run_tiles(inputs: Sequence[Tensor]) -> list[Tensor]:
+            tile = self._tile(inputs[0].shape[0])
+            pairs = zip(inputs, is_rows, strict=True)
+            return run([x.reshape(-1, tile, *x.shape[1:]) if rows else x for x, rows in pairs])
+
+        return run_tiles
+
+    def _tile(self, rows: int) -> int:
+        """The tallest tile that divides ``rows``."""
+        return next(tile for tile in self._tiles if rows % tile == 0)
+
+    def _find_tiles(self, layers: Sequence[LayerSpec], head: HeadSpec) -> None:
+        """Use taller tiles where every GEMM has the bits of 32 rows in them.
+
+        In which order a GEMM adds its terms depends on its shape, never on values, so random values tell.
+        """
+        specs = {spec for layer in layers for spec in (*layer.qkv, layer.o, *layer.gate_up, layer.down)} | {head.linear}
+        shapes = {(spec.in_features, spec.columns) for spec in specs}
+        shapes |= {(spec.in_features, spec.down_columns) for spec in specs if spec.adapted}
+        generator = torch.Generator().manual_seed(1)
+        tiles = list(TALL_TILES)
+        for k, n in sorted(shapes):
+            x, operand = torch.randn(TALL_TILES[0], k, generator=generator), torch.randn(k, n, generator=generator)
+            expected = ops.block_gemm(x, operand)
+            tiles = [tile for tile in tiles if torch.equal(ops.block_gemm(x, operand, tile), expected)]
+        self._tiles = [*tiles, ROW_TILE]
 
     def _compile(self, jobs: Sequence[tuple[type[units.Unit], LayerSpec | HeadSpec]]) -> None:
         from trtl_rl.kernels.compile import compile_units
@@ -167,10 +199,10 @@ class KernelSet:
         example = unit(kind).example()
         generator = torch.Generator().manual_seed(1)
         backward = unit in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
-        tile = TOKEN_TILE if backward else ROW_TILE
+        rows_checked = 2 * TOKEN_TILE if backward else TALL_TILES[0]
         wide = []
         for tensor, dynamic in zip(example.inputs, example.dynamic, strict=True):
-            shape = [3 * tile, *tensor.shape[1:]] if dynamic else list(tensor.shape)
+            shape = [rows_checked, *tensor.shape[1:]] if dynamic else list(tensor.shape)
             scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[0] ** -0.5
             wide.append((torch.randn(shape, generator=generator) * scale).to(tensor.dtype))
         run = self._unit(unit, kind)
@@ -183,7 +215,7 @@ class KernelSet:
                 for a, b in zip(whole, eager, strict=True)
             )
             invariant = True
-            for rows in () if backward else torch.randperm(3 * ROW_TILE, generator=generator).split(ROW_TILE):
+            for rows in () if backward else torch.randperm(rows_checked, generator=generator).split(ROW_TILE):
                 part = run([x[rows] if d else x for x, d in zip(wide, example.dynamic, strict=True)])
                 invariant &= all(torch.equal(_bits(a)[rows], _bits(b)) for a, b in zip(whole, part, strict=True))
         self._require(unit, invariant, correct)
@@ -240,17 +272,21 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _eager(unit: type[units.Unit], kind: Any) -> Run:
+def _eager(unit: type[units.Unit], kind: Any, tile: Callable[[int], int] | None = None) -> Run:
     module = (units.AttentionByTiles if unit is units.Attention else unit)(kind)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        if unit.tiled and tile is not None:
+            return list(module.forward(*inputs, tile=tile(inputs[0].shape[0])))
         return list(module.forward(*inputs))
 
     return run
 
 
 def _identity(compiled: bool) -> str:
-    parts = [inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, write_package)]
+    parts = [
+        inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, _Tiles, _exported, write_package)
+    ]
     parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     parts.append(_processor_features())
     parts += [f"python {sys.version_info[:2]}"]
@@ -272,18 +308,46 @@ def _processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+class _Tiles(torch.nn.Module):
+    """A unit whose row inputs come as [tiles, rows of a tile, ...], so that both numbers may vary in one package."""
+
+    def __init__(self, unit: units.Unit, is_rows: Sequence[bool]) -> None:
+        super().__init__()
+        self.unit, self.is_rows = unit, list(is_rows)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        flat = [x.flatten(0, 1) if rows else x for x, rows in zip(inputs, self.is_rows, strict=True)]
+        out: tuple[Tensor, ...] = self.unit(*flat, tile=inputs[0].shape[1])
+        return out
+
+
+def _exported(unit: units.Unit) -> tuple[torch.nn.Module, units.Example]:
+    """What is exported of a unit, and its example."""
+    example = unit.example()
+    if not unit.tiled:
+        return unit, example
+    is_rows = [dynamic is not None for dynamic in example.dynamic]
+    dims: Any = {0: torch.export.Dim("tiles", min=1, max=1 << 20), 1: torch.export.Dim("tile", min=2, max=1 << 10)}
+    inputs = [
+        torch.cat([x, x, x]).reshape(3, -1, *x.shape[1:]) if rows else x
+        for x, rows in zip(example.inputs, is_rows, strict=True)
+    ]
+    dynamic = tuple(dims if rows else None for rows in is_rows)
+    return _Tiles(unit, is_rows), units.Example(tuple(inputs), dynamic)
+
+
 def write_package(unit: units.Unit, path: Path) -> None:
     """Export a unit and write its AOTInductor package; the file appears whole or not at all."""
     import logging
     import warnings
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    example = unit.example()
+    module, example = _exported(unit)
     logging.getLogger("torch").setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
         # One named argument for all tensors: units take any number of them.
-        program = torch.export.export(unit, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
+        program = torch.export.export(module, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(Path(scratch) / path.name),

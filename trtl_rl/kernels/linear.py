@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from trtl_rl.kernels import ops
-from trtl_rl.kernels.spec import LinearSpec
+from trtl_rl.kernels.spec import ROW_TILE, LinearSpec
 from trtl_rl.recipe.codec import quantise_dequantise
 from trtl_rl.recipe.formats import BlockFormat
 
 
-def project(x: Tensor, specs: Sequence[LinearSpec], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def project(
+    x: Tensor, specs: Sequence[LinearSpec], weights: Sequence[Tensor], tile: int = ROW_TILE
+) -> tuple[Tensor, list[Tensor]]:
     """Linears with a common input: quantise it once for each format, multiply, add biases and adapters.
 
     Args:
         x: [M, K] float32. Adapters see it unquantised (``peft``: y = W x + b + scaling B A x).
         weights: Of each spec, flat.
+        tile: Rows of one GEMM call; M is a multiple of it.
 
     Returns:
         All outputs side by side, [M, sum N], and for each spec what backward keeps of its input: codes and scales, or
@@ -38,11 +41,11 @@ def project(x: Tensor, specs: Sequence[LinearSpec], weights: Sequence[Tensor]) -
         if key not in seen:
             seen[key] = ops.quantise_rows(x, spec.format)
         operand, parts = seen[key]
-        y = ops.block_gemm(operand.contiguous(), rest.pop(0))
+        y = ops.block_gemm(operand.contiguous(), rest.pop(0), tile)
         y = ops.round_result(y + rest.pop(0) if spec.bias else y, spec.format)
         if spec.adapted:
             y = ops.round_result(
-                y + _adapt(ops.round_result(x, spec.format), spec, _take_adapters(rest, spec)), spec.format
+                y + _adapt(ops.round_result(x, spec.format), spec, _take_adapters(rest, spec), tile), spec.format
             )
         outputs.append(y)
         kept += parts
@@ -107,12 +110,12 @@ def project_backward(
     return dx, grads
 
 
-def _adapt(x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor]) -> Tensor:
+def _adapt(x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor], tile: int) -> Tensor:
     """What the adapters of all parts add, [M, sum N]; zeros where a part has none."""
     down, *ups = adapters
     ranks = [rank for rank in spec.ranks if rank]
-    hidden = ops.block_gemm(x, down)[:, : sum(ranks)].split(ranks, -1)
-    products = [ops.block_gemm(h.contiguous(), up) for h, up in zip(hidden, ups, strict=True)]
+    hidden = ops.block_gemm(x, down, tile)[:, : sum(ranks)].split(ranks, -1)
+    products = [ops.block_gemm(h.contiguous(), up, tile) for h, up in zip(hidden, ups, strict=True)]
     columns = [
         products.pop(0) if rank else x.new_zeros(x.shape[0], n)
         for rank, n in zip(spec.ranks, spec.out_features, strict=True)

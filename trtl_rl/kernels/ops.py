@@ -40,13 +40,14 @@ def round_result(x: Tensor, format: LinearFormat) -> Tensor:
     return round_bf16(x) if format.compute == "bf16" else x
 
 
-def block_gemm(x: Tensor, operand: Tensor) -> Tensor:
-    """``x @ operand`` in tiles of 32 rows: [M, K] @ [K, N] → [M, N] float32, M a multiple of 32.
+def block_gemm(x: Tensor, operand: Tensor, tile: int = ROW_TILE) -> Tensor:
+    """``x @ operand`` in tiles of rows: [M, K] @ [K, N] → [M, N] float32, M a multiple of ``tile``.
 
-    One batched call over the tiles has the bits of one call for each tile.
+    One batched call over the tiles has the bits of one call for each tile. Taller tiles are faster; a kernel set uses those
+    that it found to have the bits of 32 rows.
     """
-    tiles = x.shape[0] // ROW_TILE
-    batch = x.reshape(tiles, ROW_TILE, x.shape[1])
+    tiles = x.shape[0] // tile
+    batch = x.reshape(tiles, tile, x.shape[1])
     return torch.bmm(batch, operand.expand(tiles, -1, -1)).reshape(x.shape[0], -1)
 
 

@@ -36,6 +36,8 @@ class Example:
 class Unit(nn.Module, ABC):
     """A function of tensors without state of its own."""
 
+    tiled = False  # whether ``forward`` takes ``tile``, the rows of one GEMM call
+
     @abstractmethod
     def example(self) -> Example:
         """Inputs from which the unit is exported."""
@@ -58,16 +60,18 @@ class BeforeAttention(Unit):
     keeps of each linear's input.
     """
 
+    tiled = True
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
         s = self.spec
         x, norm, *rest = inputs
         *rest, cos, sin = rest
         q_norm, k_norm = (rest.pop(-2), rest.pop(-1)) if s.qk_norm else (None, None)
-        y, saved = project(ops.rms_norm(x, norm, s.eps), s.qkv, rest)
+        y, saved = project(ops.rms_norm(x, norm, s.eps), s.qkv, rest, tile)
         q, k, v = _heads(y, s)
         if q_norm is not None and k_norm is not None:
             q, k = ops.rms_norm(q, q_norm, s.eps), ops.rms_norm(k, k_norm, s.eps)
@@ -170,18 +174,20 @@ class AfterAttention(Unit):
     of o, of each of gate/up, the output of gate/up [M, 2F], the quantised input of down.
     """
 
+    tiled = True
+
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
         s = self.spec
         x, attended, *rest = inputs
         o, norm, gate_up, down = _split_after(rest, s)
-        y, o_in = project(attended, (s.o,), o)
+        y, o_in = project(attended, (s.o,), o, tile)
         middle = x + y
-        wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up)
-        y, down_in = project(ops.silu_mul(wide), (s.down,), down)
+        wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up, tile)
+        y, down_in = project(ops.silu_mul(wide), (s.down,), down, tile)
         return (middle + y, middle, *o_in, *wide_in, wide, *down_in)
 
     def example(self) -> Example:
@@ -244,13 +250,15 @@ class AfterAttentionBackward(Unit):
 class Head(Unit):
     """Final norm and output head: x [M, hidden], norm, operand (bias) → logits [M, V], and what backward keeps."""
 
+    tiled = True
+
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
         x, norm, *operands = inputs
-        logits, kept = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands)
+        logits, kept = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands, tile)
         return (logits, *kept)
 
     def example(self) -> Example:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtl_rl.kernels import ops
-from trtl_rl.kernels.units import project
+from trtl_rl.kernels.linear import project
 from trtl_rl.model.description import LINEARS
 from trtl_rl.model.kv import Rows
 from trtl_rl.model.layer import Attend

@@ -16,12 +16,13 @@ def round_e4m3(x: Tensor) -> Tensor:
     """Round float32 values to the E4M3 grid, ties to even, saturating at 448; equals the cast to ``float8_e4m3fn``.
 
     A Veltkamp split keeps 4 significant bits of normal values; below 2**-6 the grid is uniform with step 2**-9, and
-    adding 24576 = 1.5 * 2**14 leaves exactly those bits. Pure float arithmetic compiles to a few vector instructions.
+    adding 24576 = 1.5 * 2**14 leaves exactly those bits. Pure float arithmetic compiles to a few vector instructions. What
+    rounds to zero keeps its sign, as in the cast.
     """
     x = x.clamp(-E4M3_MAX, E4M3_MAX)
     t = x * 1048577.0
     normal = t - (t - x)
-    subnormal = (x + 24576.0) - 24576.0
+    subnormal = torch.copysign((x + 24576.0) - 24576.0, x)
     return torch.where(x.abs() < 2.0**-6, subnormal, normal)
 
 
@@ -35,20 +36,21 @@ def quantise(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
         Values on the E4M3 grid, [M, K] float32, and scales [ceil(M/rows), ceil(K/columns)] float32, with
         ``x`` close to ``values * scale``. Blocks at the edges are what is left of them.
     """
-    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
-    values = torch.cat([_unblock(blocks, x.shape[0]) for blocks, _ in parts], -1)
-    return values, torch.cat([scale[:, 0, :, 0] for _, scale in parts], -1)
+    parts = [_scale_blocks(part, format) for part in _whole_blocks(x, format)]
+    values = _join([_unblock(round_e4m3(blocks), x.shape[0]) for blocks, _ in parts])
+    return values, _join([scale[:, 0, :, 0] for _, scale in parts])
 
 
 def quantise_dequantise(x: Tensor, format: BlockFormat) -> Tensor:
     """``values * scale`` of :func:`quantise`, [M, K] float32: the operand that a GEMM sees."""
-    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
-    return _join([_unblock(blocks * scale, x.shape[0]) for blocks, scale in parts])
+    parts = [_scale_blocks(part, format) for part in _whole_blocks(x, format)]
+    return _join([_unblock(round_e4m3(blocks) * scale, x.shape[0]) for blocks, scale in parts])
 
 
 def quantise_encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`quantise_dequantise` and :func:`encode` in one pass: operand, codes and scales of ``x`` [M, K] float32."""
-    parts = [_quantise_blocks(part, format) for part in _whole_blocks(x, format)]
+    parts = [_scale_blocks(part, format) for part in _whole_blocks(x, format)]
+    parts = [(round_e4m3(blocks), scale) for blocks, scale in parts]
     m = x.shape[0]
     operand = _join([_unblock(blocks * scale, m) for blocks, scale in parts])
     codes = _join([_unblock(blocks, m).to(torch.float8_e4m3fn) for blocks, _ in parts])
@@ -56,9 +58,14 @@ def quantise_encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor, Ten
 
 
 def encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] ``float8_e4m3fn`` and scales [ceil(M/rows), ceil(K/columns)] float32 of ``x`` [M, K] float32."""
-    values, scale = quantise(x, format)
-    return values.to(torch.float8_e4m3fn), scale
+    """Codes [M, K] ``float8_e4m3fn`` and scales [ceil(M/rows), ceil(K/columns)] float32 of ``x`` [M, K] float32.
+
+    The codes of :func:`quantise`'s values. The cast rounds, since scaled values stay below 464, where it would saturate to NaN;
+    outside of compiled code it is four times faster than :func:`round_e4m3`.
+    """
+    parts = [_scale_blocks(part, format) for part in _whole_blocks(x, format)]
+    codes = _join([_unblock(blocks.to(torch.float8_e4m3fn), x.shape[0]) for blocks, _ in parts])
+    return codes, _join([scale[:, 0, :, 0] for _, scale in parts])
 
 
 def decode(codes: Tensor, scale: Tensor, format: BlockFormat) -> Tensor:
@@ -112,7 +119,8 @@ def _whole_blocks(x: Tensor, format: BlockFormat) -> list[Tensor]:
     return [part for part in (x[:, :full], x[:, full:]) if part.shape[1]]
 
 
-def _quantise_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
+def _scale_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
+    """[M, K] → x / scale in blocks [M / rows, rows, K / columns, columns], not yet rounded, and the scales."""
     rows, columns = format.block[0], min(format.block[1], x.shape[1])
     if rows > 1 and x.shape[0] % rows:
         x = F.pad(x, (0, 0, 0, -x.shape[0] % rows))
@@ -123,13 +131,13 @@ def _quantise_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
     amax = torch.where(full, amax, one)
     if format.round == "pow2":
         scale = torch.where(full, _ceil_pow2(amax / E4M3_MAX), one)
-        return round_e4m3(blocks / scale), scale
+        return blocks / scale, scale
     if format.scale == "amax_over_448":
         scale = torch.where(full, amax / E4M3_MAX, one)
-        return round_e4m3(blocks / scale), scale
+        return blocks / scale, scale
     # A tensor over a tensor is one division; torch computes a number over a tensor as reciprocal times number.
     factor = torch.where(full, torch.full_like(amax, E4M3_MAX) / amax, one)
-    return round_e4m3(blocks * factor), 1.0 / factor
+    return blocks * factor, 1.0 / factor
 
 
 def _ceil_pow2(x: Tensor) -> Tensor:
