@@ -11,5 +11,7 @@ assert "torch" not in sys.modules, "torch reads the number of threads when it is
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# GPU kernels run on the CPU in Triton's interpreter, which must be chosen before triton is imported (torch imports it, too).
+os.environ["TRITON_INTERPRET"] = "1"
 # Tests need no network, and a test that reaches for the hub fails at once, not after retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
