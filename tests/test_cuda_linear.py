@@ -139,6 +139,20 @@ def test_only_codes_of_the_input_are_kept_for_the_backward_pass() -> None:
     assert [(tensor.dtype, tensor.shape) for tensor in kept] == [(part.dtype, part.shape) for part in coded[:2]]
 
 
+def test_a_frozen_weight_keeps_nothing_and_changes_no_gradient_of_the_input() -> None:
+    x, w = torch.randn(40, 300), torch.randn(20, 300)
+    weight = LinearWeight.of(w, WEIGHT, "exact")
+    grads = []
+    for frozen in (True, False):
+        leaf, parameter = x.clone().requires_grad_(), w.clone().requires_grad_(not frozen)
+        y = linear(leaf, parameter, weight, ACTIVATION)
+        assert len(y.grad_fn.saved_tensors) == (0 if frozen else 2)  # type: ignore[union-attr]
+        y.backward(torch.ones_like(y))
+        assert (parameter.grad is None) == frozen
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1])  # type: ignore[arg-type]
+
+
 def test_the_exact_mode_keeps_one_copy_of_the_weight_and_the_fast_mode_two() -> None:
     w = torch.randn(150, 300)
     exact, fast = (LinearWeight.of(w, WEIGHT, mode) for mode in ("exact", "fast"))  # type: ignore[arg-type]
@@ -158,6 +172,7 @@ def test_kernels_compile_for_hopper_with_exact_divisions_and_8_bit_products(tmp_
     for name in ("both", "again", "weight"):
         assert "div.rn.f32" in ptx[name] and "div.full" not in ptx[name] and "div.approx" not in ptx[name]
         assert "fma.rn.f32" not in ptx[name]  # contraction would change bits
+        assert ".ftz" not in ptx[name]  # numbers that float32 calls subnormal would be lost
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx[name]
     assert "cvt.rn.satfinite" not in ptx["integers"]
     for name in ("fprop", "dgrad", "wgrad"):

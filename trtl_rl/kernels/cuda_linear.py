@@ -78,17 +78,25 @@ class _Linear(torch.autograd.Function):
         coded = quantise_rows(x, activation)
         ctx.weight, ctx.activation, ctx.dtypes = weight, activation, (x.dtype, parameter.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(coded.codes, coded.scales)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(coded.codes, coded.scales)
         return fprop(coded, weight, x.dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), weight, activation = grads, ctx.weight, ctx.activation
-        codes, scales = ctx.saved_tensors
-        rows, tokens = quantise_both(dy, activation)
-        along_tokens = BlockFormat((activation.block[1], 1), activation.scale, activation.round)
-        x_t = quantise_along_tokens(Coded(codes, scales, activation.block), along_tokens)
-        dx = dgrad(rows, weight, ctx.dtypes[0])
-        dw = wgrad(tokens, x_t, weight.mode, ctx.dtypes[1])
-        db = None if ctx.bias_dtype is None else dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        wants_input, wants_weight = ctx.needs_input_grad[:2]
+        dx = dw = db = None
+        if wants_weight:
+            rows, tokens = quantise_both(dy, activation)
+            along_tokens = BlockFormat((activation.block[1], 1), activation.scale, activation.round)
+            codes, scales = ctx.saved_tensors
+            x_tokens = quantise_along_tokens(Coded(codes, scales, activation.block), along_tokens)
+            dw = wgrad(tokens, x_tokens, weight.mode, ctx.dtypes[1])
+        else:  # a frozen weight, as under low-rank adapters
+            rows = quantise_rows(dy, activation)
+        if wants_input:
+            dx = dgrad(rows, weight, ctx.dtypes[0])
+        if ctx.bias_dtype is not None:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, None, None, db
