@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtl_rl.errors import UserError
-from trtl_rl.kernels import scaled_mm, units
+from trtl_rl.kernels import scaled_mm
 from trtl_rl.kernels.coded import Coded
+from trtl_rl.kernels.linear import project, project_backward
 from trtl_rl.kernels.spec import LinearSpec
 from trtl_rl.recipe.codec import quantise_dequantise
 from trtl_rl.recipe.formats import BlockFormat, LinearFormat
@@ -104,21 +105,21 @@ def test_what_scaled_mm_cannot_take_is_refused_before_a_launch(a: Coded, b: Code
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_forward_and_gradients_are_those_of_the_emulated_units(
+def test_forward_and_gradients_are_those_of_the_emulated_linear(
     monkeypatch: pytest.MonkeyPatch, mode: str, bias: bool
 ) -> None:
     monkeypatch.setattr(scaled_mm, "unsupported", lambda device: None)
     monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
-    m, n, k = 144, 192, 272
+    m, n, k = 160, 192, 272
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
     dy = torch.randn(m, n, generator=generator) * 1e-3
     b = torch.randn(n, generator=generator)
-    spec = LinearSpec(k, (n,), LinearFormat(WEIGHT, ACTIVATION, "fp8", "fp8"), bias)
-    operand = quantise_dequantise(w, WEIGHT).t().contiguous()
-    saved = quantise_dequantise(x, ACTIVATION)
-    expected_y = saved @ operand + (b if bias else 0)
-    expected_dx, expected = units.project_backward(dy, (spec,), (saved,), (operand, b) if bias else (operand,))
+    format = LinearFormat(WEIGHT, ACTIVATION, fprop="fp8", dgrad="fp8", wgrad="fp8")
+    spec = LinearSpec(k, (n,), format, bias)
+    weights = [quantise_dequantise(w, WEIGHT).t().contiguous(), *([b] if bias else [])]
+    expected_y, kept = project(x, (spec,), weights)
+    expected_dx, expected = project_backward(dy, (spec,), kept, weights)
 
     weight = LinearWeight.of(w, WEIGHT, mode)  # type: ignore[arg-type]
     x, w, b = x.requires_grad_(), w.requires_grad_(), b.requires_grad_()
