@@ -46,7 +46,7 @@ class Build(NamedTuple):
 
 
 ROWS_BUILD = Build(4)
-# 128 registers let two programs share a multiprocessor, one loading while the other computes; both layouts want 167.
+# 128 registers let two programs share a multiprocessor, one loading while the other computes; both layouts would take 181.
 TILE_BUILD = Build(8, 128)
 
 
@@ -298,7 +298,7 @@ def _scaled(x: tl.tensor, scale: tl.tensor, factor: tl.tensor, INVERSE: tl.const
 
 @triton.jit
 def _codes(x: tl.tensor, INTEGERS: tl.constexpr) -> tl.tensor:
-    """E4M3 codes of float32 values: nearest, ties to even, saturating; zeros are +0, as the codec writes them."""
+    """E4M3 codes of float32 values: nearest, ties to even, saturating; what rounds to zero keeps its sign."""
     if INTEGERS:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -308,9 +308,6 @@ def _codes(x: tl.tensor, INTEGERS: tl.constexpr) -> tl.tensor:
         uniform = (magnitude.to(tl.float32, bitcast=True) + 24576.0).to(tl.int32, bitcast=True) - 0x46C00000
         code = tl.minimum(tl.where(magnitude < 0x3C800000, uniform, normal), 0x7E)
         code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-        code = tl.where(code == 0, 0, code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     else:
-        # Up to 2**-10 the nearest value is zero, which has no sign here.
-        x = tl.where(tl.abs(x) <= 0.0009765625, 0.0, x)
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return code
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
