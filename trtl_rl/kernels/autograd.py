@@ -44,7 +44,7 @@ def head_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy [M] of token ``ids`` [M] after hidden states x [M, hidden], M a multiple of 32.
 
-    Logits are never kept for more than one chunk of rows: backward computes them again.
+    Logits are kept for one chunk of rows: where there are more, backward computes them again.
 
     Args:
         norm, head: The FP32 master parameters of the final norm [hidden] and the head [V, hidden].
@@ -154,24 +154,25 @@ class _HeadLogprob(torch.autograd.Function):
         head: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.weights = weights
-        ctx.save_for_backward(x, ids, temperature)
+        chunks = _chunks(x.shape[0], weights.description.vocab)
         parts = []
-        for rows in _chunks(x.shape[0], weights.description.vocab):
-            logits, *_ = weights.head_units.head([x[rows], weights.norm, *weights.head.tensors()])
+        for rows in chunks:
+            logits, *kept = weights.head_units.head([x[rows], weights.norm, *weights.head.tensors()])
             parts.append(weights.head_units.logprob([logits, ids[rows], temperature[rows]]))
+        ctx.save_for_backward(x, ids, temperature, *([logits, *kept] if len(chunks) == 1 else []))
         logprob, _, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, ids, temperature = ctx.saved_tensors
+        x, ids, temperature, *saved = ctx.saved_tensors
         weights, dlogprob = ctx.weights, grads[0]
         operands, gradient = weights.head.tensors(), weights.head.gradient_tensors()
         dx = torch.empty_like(x)
         totals: list[Tensor] = []
         for rows in _chunks(x.shape[0], weights.description.vocab):
-            logits, *kept = weights.head_units.head([x[rows], weights.norm, *operands])
+            logits, *kept = saved or weights.head_units.head([x[rows], weights.norm, *operands])
             scale = (dlogprob[rows] / temperature[rows])[:, None]
             dlogits = torch.softmax(logits / temperature[rows, None], -1).mul_(-scale)
             dlogits.scatter_add_(-1, ids[rows, None], scale)

@@ -316,7 +316,7 @@ class _Tiles(torch.nn.Module):
         self.unit, self.is_rows = unit, list(is_rows)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        flat = [x.flatten(0, 1) if rows else x for x, rows in zip(inputs, self.is_rows, strict=True)]
+        flat = [x.reshape(-1, *x.shape[2:]) if rows else x for x, rows in zip(inputs, self.is_rows, strict=True)]
         out: tuple[Tensor, ...] = self.unit(*flat, tile=inputs[0].shape[1])
         return out
 

@@ -41,7 +41,7 @@ def project(
         if key not in seen:
             seen[key] = ops.quantise_rows(x, spec.format)
         operand, parts = seen[key]
-        y = ops.block_gemm(operand.contiguous(), rest.pop(0), tile)
+        y = ops.block_gemm(operand, rest.pop(0), tile)
         y = ops.round_result(y + rest.pop(0) if spec.bias else y, spec.format)
         if spec.adapted:
             y = ops.round_result(

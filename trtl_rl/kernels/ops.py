@@ -27,7 +27,7 @@ def quantise_rows(x: Tensor, format: LinearFormat) -> tuple[Tensor, tuple[Tensor
         operand = round_result(x, format)
         return operand, (operand,)
     operand, codes, scale = quantise_encode(x, format.forward_activation)
-    return operand, (codes, scale)
+    return operand.contiguous(), (codes, scale)
 
 
 def kept_rows(kept: Sequence[Tensor], format: LinearFormat) -> Tensor:

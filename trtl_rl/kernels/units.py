@@ -184,6 +184,10 @@ class AfterAttention(Unit):
         s = self.spec
         x, attended, *rest = inputs
         o, norm, gate_up, down = _split_after(rest, s)
+        if (
+            s.o.kept == 1
+        ):  # unquantised, it would be multiplied and returned as it is: export refuses views of inputs there
+            attended = attended.clone(memory_format=torch.contiguous_format)
         y, o_in = project(attended, (s.o,), o, tile)
         middle = x + y
         wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up, tile)
