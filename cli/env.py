@@ -6,7 +6,7 @@ import os
 import platform
 
 from trtl_rl.kernels.kernel_set import cache_directory, find_compiler
-from trtl_rl.trainer.trainer import versions
+from trtl_rl.versions import versions
 
 
 def env() -> int:

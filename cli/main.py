@@ -49,6 +49,83 @@ def watch(
 
 
 @app.command()
+def build_engine(
+    model: Annotated[str, typer.Option(help="A directory, a hub name, or demo.")],
+    output: Annotated[Path, typer.Option(help="The directory to make; it must not exist.")],
+    recipe: Annotated[str, typer.Option(help="A recipe's name or file.")] = "fp8_block",
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt plus answer; default: the model's.")
+    ] = None,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave the compiled operators out.")] = False,
+) -> None:
+    """Quantise a model and compile its operators once, into a directory from which engines start."""
+    from trtl_rl.cli.engine import build
+
+    raise typer.Exit(_guard(lambda: build(model, output, recipe, max_context, not no_compile)))
+
+
+@app.command()
+def inspect_engine(
+    directory: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine directory.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, every linear included.")] = False,
+) -> None:
+    """Print what an engine directory holds."""
+    from trtl_rl.cli.engine import inspect
+
+    raise typer.Exit(_guard(lambda: inspect(directory, json)))
+
+
+@app.command()
+def verify_engine(
+    directory: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine directory.")],
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check every checksum, load the engine, and compare what it generates with the trainer. Exit code 1: they differ."""
+
+    def start() -> int:
+        from trtl_rl.cli.parity import verify_engine as check
+        from trtl_rl.trainer.parity_subject import Options
+
+        return check(directory, Options(prompts, max_new_tokens), json)
+
+    raise typer.Exit(_guard(start))
+
+
+@app.command()
+def parity(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN|ENGINE", help="A model, a run's directory, or an engine directory.")
+    ],
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 32,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: the run's, or 128.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=1e-3, help="Default: the run's, or 1.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A recipe's name or file; default: fp8_block.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each side.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and answers.")] = 0,
+    full_vocabulary: Annotated[
+        bool, typer.Option("--full-vocabulary", help="Compare all log-probabilities too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Run the operators eagerly.")] = False,
+) -> None:
+    """Compare the engine's logprobs with the trainer's. Exit code 0: equal bit for bit; 1: they differ."""
+
+    def start() -> int:
+        from trtl_rl.cli.parity import parity as check
+        from trtl_rl.trainer.parity_subject import Options
+
+        compiled = False if no_compile else None
+        options = Options(prompts, max_new_tokens, temperature, recipe, threads, seed, full_vocabulary, compiled)
+        return check(target, options, json)
+
+    raise typer.Exit(_guard(start))
+
+
+@app.command()
 def env() -> None:
     """Print versions and the machine, for bug reports."""
     from trtl_rl.cli.env import env as show

@@ -18,6 +18,7 @@ from rich.text import Text
 from trtl_rl.cli.figures import bar, bounds, chart, clean, duration, number, percent, quantity, resample, squeeze, wrap
 from trtl_rl.cli.rules import broken_rules, style_of
 from trtl_rl.cli.view import ROLES, View, finite
+from trtl_rl.recipe.audit import audit_lines
 
 _WIDE = 110  # columns from which numbers stand beside the curve
 _LABEL = 19
@@ -80,9 +81,19 @@ def place(view: View) -> str:
     return clean(f"{view.run_dir} · kernels {kernels}" if kernels else view.run_dir)
 
 
+def coverage(view: View) -> list[str]:
+    """What runs in FP8 and what does not; nothing for rows of versions that did not count it."""
+    found = view.facts.get("coverage")
+    if not isinstance(found, dict) or "fp8_flop_share" not in found:
+        return []
+    return [clean(line) for line in audit_lines(found)]
+
+
 def _header(view: View, width: int) -> list[Text]:
     title = Text.assemble(("trtl-rl  ", "bold"), squeeze(facts(view), width - 9))
-    return [title, Text(squeeze(place(view), width), style="dim")]
+    # What runs in FP8 is said before the first step, when nothing else is there to see.
+    start = [] if view.step else coverage(view)
+    return [title, *(Text(squeeze(line, width), style="dim") for line in (place(view), *start))]
 
 
 def _step_line(view: View, width: int, now: float) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtl_rl.cli.figures import clean, duration, number, percent
-from trtl_rl.cli.panels import facts, place
+from trtl_rl.cli.panels import coverage, facts, place
 from trtl_rl.cli.view import ROLES, View, progress_of
 from trtl_rl.metrics import Row
 
@@ -21,7 +21,8 @@ class PlainLines:
         self._stall_told = False
         match row.get("kind"):
             case "start":
-                return [f"run  {line}".replace(" · ", "  ") for line in (place(self._view), facts(self._view))]
+                about = (place(self._view), facts(self._view), *coverage(self._view))
+                return [f"run  {line}".replace(" · ", "  ") for line in about]
             case "progress":
                 return self._progress(row)
             case "step":

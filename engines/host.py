@@ -82,9 +82,23 @@ class HostedEngine:
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._reader.start()
 
-    def configure(self, description: dict[str, Any], kernels: str, compiled: bool, **limits: Any) -> None:
-        """Build the engine in the child: decoder, kernels (their identity must match), slots and limits."""
-        self._call("configure", description=description, kernels=kernels, compiled=compiled, **limits)
+    def configure(
+        self, description: dict[str, Any], kernels: str, compiled: bool, packages: str | None = None, **limits: Any
+    ) -> None:
+        """Build the engine in the child: decoder, kernels (their identity must match), slots and limits.
+
+        Args:
+            packages: Directory of compiled operators that is looked into before the cache.
+        """
+        self._call(
+            "configure", description=description, kernels=kernels, compiled=compiled, packages=packages, **limits
+        )
+
+    def load(self, directory: Path) -> RefitResult:
+        """Take version 0 from an engine directory; nothing is sent."""
+        result = RefitResult(**self._call("load", directory=str(directory)))
+        self._version = result.version
+        return result
 
     @property
     def version(self) -> int:
@@ -302,13 +316,20 @@ class _Child:
         self._send({"id": number, "result": result})
 
     def _do_configure(
-        self, description: dict[str, Any], kernels: str, compiled: bool, slots: int, context: int, stop_ids: list[int]
+        self,
+        description: dict[str, Any],
+        kernels: str,
+        compiled: bool,
+        packages: str | None,
+        slots: int,
+        context: int,
+        stop_ids: list[int],
     ) -> None:
         from trtl_rl.engines.torch_engine.engine import TorchEngine
         from trtl_rl.kernels.kernel_set import KernelSet
         from trtl_rl.model.description import DecoderDescription
 
-        own = KernelSet(compiled, build=False)
+        own = KernelSet(compiled, build=False, packages=None if packages is None else Path(packages))
         if own.identity != kernels:
             raise EngineError(
                 f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "
@@ -317,6 +338,11 @@ class _Child:
         self._engine = TorchEngine(
             DecoderDescription.from_json(description), own, slots=slots, context=context, stop_ids=stop_ids
         )
+
+    def _do_load(self, directory: str) -> dict[str, Any]:
+        from trtl_rl.engines.directory import EngineDirectory
+
+        return asdict(EngineDirectory.open(directory).load_into(self._running()))
 
     def _do_coverage(self) -> Any:
         return self._running().coverage().to_json()

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
+from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.metrics import MetricsWriter
+from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
+from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
+from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.evaluate import Evaluator
-from trtl_rl.trainer.loading import Phases, load_model, load_tokenizer, stop_ids
+from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
 from trtl_rl.trainer.state import RunState
-from trtl_rl.trainer.trainer import Trainer, TrainResult, versions
+from trtl_rl.trainer.trainer import Trainer, TrainResult
+from trtl_rl.versions import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -178,7 +184,7 @@ class Run:
             ledger.write(run_dir / "ledger.json")
             self.metrics.progress("checkpoint", 1, 1)
 
-        self._describe(decoder, parameters, first)
+        self._describe(decoder, shape, parameters, first)
         if not saved and not self._stopped:
             evaluate(0)
         loop = self._loop = Loop(
@@ -206,7 +212,9 @@ class Run:
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
         c = self.config
-        limit = min(c.engine.max_context or self.trainer.source.context, self.trainer.source.context)
+        built = self.trainer.directory
+        most = self.trainer.source.context if built is None else built.max_context
+        limit = min(c.engine.max_context or most, most)
         room = limit - c.sampling.max_new_tokens
         if room < 1:
             raise UserError(
@@ -220,7 +228,7 @@ class Run:
         if c.engine.max_context is not None:
             return c.engine.max_context
         if task.longest is None:
-            return self.trainer.source.context
+            return self.trainer.source.context if self.trainer.directory is None else self.trainer.directory.max_context
         return task.longest + c.sampling.max_new_tokens
 
     def _bind(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
@@ -242,9 +250,12 @@ class Run:
         self._kernels = KernelSet(
             compiled,
             backward=True,
+            packages=self._packages(),
             progress=lambda text, done, total: self.metrics.progress(text, done, total, "units"),
         )
         decoder = TrainableDecoder(model, self._kernels, context)
+        if self.trainer.directory is not None:
+            self._check_directory(self.trainer.directory, decoder)
         if self._kernels.compile_seconds:
             self.metrics.message(
                 "info",
@@ -261,17 +272,26 @@ class Run:
             decoder.description.to_json(),
             self._kernels.identity,
             self._kernels.compiled,
+            packages=None if (packages := self._packages()) is None else str(packages),
             slots=self._slots(decoder, context),
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
         )
-        send(
-            engine,
-            decoder.snapshot,
-            version=decoder.weights.version,
-            coverage=decoder.description.coverage.digest,
-            bucket_bytes=c.refit.bucket_bytes,
-        )
+        coverage = decoder.description.coverage.digest
+        if self.trainer.directory is not None and decoder.weights.version == 0:
+            if engine.load(self.trainer.directory.path).digest != Manifest.of(decoder.snapshot, 0, coverage).digest:
+                raise UserError(
+                    f"engine.path={self.trainer.directory.path} holds other codes than the trainer computes from "
+                    f"model={c.model}: it was built with other versions. Build it again."
+                )
+        else:
+            send(
+                engine,
+                decoder.snapshot,
+                version=decoder.weights.version,
+                coverage=coverage,
+                bucket_bytes=c.refit.bucket_bytes,
+            )
         for one, other in (
             (decoder.description.coverage, decoder.weights.coverage()),
             (decoder.description.coverage, engine.coverage()),
@@ -279,6 +299,23 @@ class Run:
             differences = one.difference(other)
             if differences:
                 raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
+
+    def _packages(self) -> Path | None:
+        return None if self.trainer.directory is None else self.trainer.directory.packages
+
+    def _check_directory(self, directory: EngineDirectory, decoder: TrainableDecoder) -> None:
+        """Refuse an engine of another configuration; say it when its operators cannot be used."""
+        if directory.description != decoder.description:
+            raise UserError(
+                f"engine.path={directory.path} was built from a model with another config.json than model={self.config.model}."
+            )
+        if directory.kernels["identity"] != self._kernels.identity:
+            self.metrics.message(
+                "warning",
+                f"The operators in {directory.path} ({directory.kernels['description']}) are not those of this run "
+                f"({self._kernels.description}): they were built with other versions, on another machine or with another "
+                "choice of compile. The run uses its own.",
+            )
 
     def _slots(self, decoder: TrainableDecoder, context: int) -> int:
         """As many as are in flight, at most 256, and as ``engine.cache_gib`` has room for."""
@@ -307,7 +344,7 @@ class Run:
             "batch.group_size": c.batch.group_size,
         }
 
-    def _describe(self, decoder: TrainableDecoder, parameters: int, first: int) -> None:
+    def _describe(self, decoder: TrainableDecoder, shape: ModelShape, parameters: int, first: int) -> None:
         c = self.config
         self.metrics.write(
             "start",
@@ -317,7 +354,7 @@ class Run:
             task=c.task.preset or c.data,
             loss=c.loss.name,
             recipe=f"{self.trainer.recipe.name} {self.trainer.recipe.digest[:12]}",
-            coverage=decoder.description.coverage.summary(),
+            coverage=audit(decoder.description.coverage, shape, parameters, decoder.context),
             kernels=self._kernels.description,
             compile_seconds=round(self._kernels.compile_seconds, 1),
             start_seconds=round(time.monotonic() - self.started, 1),

@@ -1,21 +1,21 @@
-"""Loading for a run: tokenizer, model, the ids that end an answer; every fault is said in the user's words."""
+"""Loading for a run: the model with its quantisers, new or as a checkpoint has them, and the phases before the first step."""
 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
+from trtl_rl.model.loading import read_model
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.recipe.recipe import NONE, Recipe, expand
 from trtl_rl.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 class Phases:
@@ -31,17 +31,6 @@ class Phases:
         self.metrics.progress("starting", self.done, self.total)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer. Raises UserError when there is none that transformers can read."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} holds no tokenizer that transformers can read: {_first_line(error)}") from None
-    return tokenizer
-
-
 def load_model(path: Path, recipe: Recipe, checkpoint: Path | None = None) -> PreTrainedModel:
     """The model in float32, with the recipe's quantisers.
 
@@ -52,15 +41,7 @@ def load_model(path: Path, recipe: Recipe, checkpoint: Path | None = None) -> Pr
         UserError: weights that cannot be read; a checkpoint whose quantisers are not what it says it ran, or not what the
             recipe asks for. The message names the modules.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, logging
-
-    quiet: Any = logging.disable_progress_bar
-    quiet()
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except Exception as error:  # safetensors and transformers raise kinds of their own
-        raise UserError(f"The weights in {path} cannot be read: {_first_line(error)}") from None
+    model = read_model(path)
     if checkpoint is None:
         recipe.apply(model)
         return model
@@ -90,27 +71,3 @@ def _coverage_of(recipe: Recipe, model: PreTrainedModel) -> Coverage:
         skeleton: PreTrainedModel = make(copy.deepcopy(model.config))
     recipe.apply(skeleton)
     return expand(skeleton)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def stop_ids(path: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends an answer: all of generation_config.json, of config.json, and the tokenizer's."""
-    found: set[int] = set()
-    file = path / "generation_config.json"
-    listed = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    for value in (listed, getattr(model.config, "eos_token_id", None), tokenizer.eos_token_id):
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list):
-            found.update(value)
-    beyond = sorted(id for id in found if id >= model.config.vocab_size)
-    if beyond:
-        raise UserError(
-            f"{path} names the end-of-sequence ids {beyond}, but the vocabulary has {model.config.vocab_size}."
-        )
-    if not found:
-        raise UserError(f"{path} names no end-of-sequence token: add eos_token_id to its generation_config.json.")
-    return sorted(found)

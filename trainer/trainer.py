@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trtl_rl.config import RewardConfig, RunConfig
+from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
-from trtl_rl.model.source import ModelSource, find_model
+from trtl_rl.model.source import ModelSource, find_model, weights_digest
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards
 from trtl_rl.tasks.presets import apply_preset
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trtl_rl.trainer.assembly import Run
 
 TrainerConfig = RunConfig
+GIVEN = "(given to Trainer)"  # stands for rows from Python in a run's config.yaml
 
 RewardFunction = Callable[..., Any]
 
@@ -88,12 +90,13 @@ class Trainer:
         if model is not None:
             config = config.model_copy(update={"model": model})
         if train_dataset is not None:
-            config = config.model_copy(update={"data": "(given to Trainer)"})
+            config = config.model_copy(update={"data": GIVEN})
         self.config = apply_preset(config)
         self.recipe = Recipe.load(self.config.recipe)
         self.run_dir = _run_directory(self.config, resume, self._resume_by)
         self.source: ModelSource = find_model(self.config.model)
         _check_architecture(self.source)
+        self.directory = _engine_directory(self.config, self.source, self.recipe)
         self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
         check_rows(self.rows, self.config)
         if reward_funcs is None:
@@ -233,6 +236,30 @@ def _check_architecture(source: ModelSource) -> None:
     check_architecture(SimpleNamespace(**source.config))
 
 
+def _engine_directory(config: RunConfig, source: ModelSource, recipe: Recipe) -> EngineDirectory | None:
+    """The directory of ``engine.path``, which must be of the run's model and recipe."""
+    if config.engine.path is None:
+        return None
+    directory = EngineDirectory.open(Path(config.engine.path).expanduser())
+    if directory.recipe["digest"] != recipe.digest:
+        raise UserError(
+            f"engine.path={directory.path} was built with the recipe {directory.recipe['name']}, and recipe={recipe.name} is "
+            "another one. Build an engine with this recipe, or leave engine.path out."
+        )
+    if directory.source_digest != weights_digest(source.path):
+        raise UserError(
+            f"engine.path={directory.path} was built from other weights ({directory.model}) than those of model={source.name}. "
+            f"Build one: trtl-rl build-engine --model {source.name} --output DIR"
+        )
+    wanted = config.engine.max_context
+    if wanted is not None and wanted > directory.max_context:
+        raise UserError(
+            f"engine.max_context={wanted} is more than engine.path={directory.path} was built for ({directory.max_context})."
+        )
+    directory.check(under="kernels/")  # the weights' digest is checked when they are loaded
+    return directory
+
+
 def _closing_text(trainer: Trainer, result: TrainResult) -> str:
     """What a person does next."""
     where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, logs/."
@@ -263,17 +290,6 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{run_dir} is no run directory: it has no config.yaml.")
     values: dict[str, Any] = yaml.safe_load(file.read_text())
     return values
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes, for the start row and bug reports."""
-    import platform
-    from importlib.metadata import version
-
-    from trtl_rl import __version__
-
-    found = {"python": platform.python_version(), "trtl-rl": __version__}
-    return {**found, **{name: version(name) for name in ("torch", "transformers", "nvidia-modelopt", "accelerate")}}
 
 
 __all__ = ["TrainResult", "Trainer", "TrainerConfig"]

@@ -55,6 +55,10 @@ class RewardConfig(Part):
 class EngineConfig(Part):
     """The rollout engine."""
 
+    path: str | None = Field(
+        None,
+        description="An engine directory (trtl-rl build-engine) made from this model with this recipe, to start from.",
+    )
     slots: Count | None = Field(
         None, description="Completions generated at once; default: what is in flight, at most 256."
     )

@@ -70,6 +70,7 @@ class KernelSet:
         compiled: Compile the units (needs a C++ compiler), or run them eagerly.
         backward: Also provide the learner's backward units.
         build: Compile what the cache lacks; False in an engine, which only loads what the trainer compiled.
+        packages: Directory whose compiled units are taken before those of the cache (an engine directory's).
         progress: Called with a text, the number of units done and their total while units are compiled.
 
     Attributes:
@@ -78,15 +79,23 @@ class KernelSet:
     """
 
     def __init__(
-        self, compiled: bool, *, backward: bool = False, build: bool = True, progress: Progress | None = None
+        self,
+        compiled: bool,
+        *,
+        backward: bool = False,
+        build: bool = True,
+        packages: Path | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.compiled = compiled
         self.backward = backward
         self.build = build
+        self.packages = packages
         self.compile_seconds = 0.0
         self._progress = progress or (lambda text, done, total: None)
         self._tiles = [ROW_TILE]
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
+        self._files: list[Path] = []
         self.identity = _identity(compiled)
 
     @property
@@ -135,6 +144,13 @@ class KernelSet:
     def head(self, kind: HeadSpec) -> HeadUnits:
         return HeadUnits(self._unit(units.Head, kind), self._unit(units.TokenLogprob, kind))
 
+    def copy_packages(self, directory: Path) -> None:
+        """Copy the compiled units that were loaded so far, so that ``packages=directory`` finds them."""
+        for path in self._files:
+            target = directory / self.identity[:24] / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
     def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
         key = (unit.__name__, kind)
         if key not in self._loaded:
@@ -143,12 +159,16 @@ class KernelSet:
 
     def _path(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Path:
         name = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
-        return cache_directory() / self.identity[:24] / f"{unit.__name__}-{name}.pt2"
+        file = Path(self.identity[:24]) / f"{unit.__name__}-{name}.pt2"
+        if self.packages is not None and (self.packages / file).exists():
+            return self.packages / file
+        return cache_directory() / file
 
     def _load(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Run:
         path = self._path(unit, kind)
         if not path.exists():
             raise EngineError(f"The compiled operator {path} is missing; the trainer's process makes it at its start.")
+        self._files.append(path)
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:

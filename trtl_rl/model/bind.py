@@ -6,6 +6,7 @@ and scales fill the learner's operands and travel to the engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.finite import first_not_finite, is_finite
 from trtl_rl.model.kv import RopeTables, Rows
-from trtl_rl.model.layer import decoder_layer
+from trtl_rl.model.layer import Attend, decoder_layer
 from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, Operand, tensor_specs
 from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.recipe import expand
@@ -53,6 +54,35 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
         coverage=expand(model),
         adapters=read_adapters(model),
     )
+
+
+def quantise_parameters(
+    parameters: Mapping[str, Tensor], description: DecoderDescription, frozen: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Round masters to BF16 and quantise them: every tensor of a version in the layout of ``tensor_specs``.
+
+    Args:
+        parameters: Float32 masters by their checkpoint names.
+        frozen: An earlier version of a model with adapters: only these are quantised again.
+
+    Raises:
+        FloatingPointError: a weight is not finite; names the tensor.
+    """
+    formats = {item.name: item.format.forward_weight for item in description.coverage.linears}
+    tensors: dict[str, Tensor] = {}
+    for spec in tensor_specs(description):
+        name = spec.name
+        if name.endswith(SCALE_SUFFIX) or (frozen and name in frozen and not name.endswith((LORA_A, LORA_B))):
+            continue
+        rounded = parameters[name].detach().bfloat16()
+        format = formats.get(name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
+        if not rounded.sum().isfinite() and not rounded.isfinite().all():  # the sum is 40 times faster
+            raise FloatingPointError(f"{name} holds NaN or infinite values; it was not quantised.")
+        if format is None:
+            tensors[name] = rounded
+        else:
+            tensors[name], tensors[name + SCALE_SUFFIX] = encode(rounded.float(), format)
+    return tensors
 
 
 class TrainableDecoder:
@@ -97,25 +127,20 @@ class TrainableDecoder:
         changed = self.description.coverage.difference(expand(self.model))
         if changed:
             raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
-        formats = {item.name: item.format.forward_weight for item in self.description.coverage.linears}
-        tensors: dict[str, Tensor] = {}
         frozen = self.snapshot if self.description.adapters else {}
-        for spec in tensor_specs(self.description):
-            if spec.name.endswith(SCALE_SUFFIX) or (spec.name in frozen and not spec.name.endswith((LORA_A, LORA_B))):
-                continue
-            rounded = self.parameters[spec.name].detach().bfloat16()
-            format = formats.get(spec.name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
-            if not rounded.sum().isfinite() and not rounded.isfinite().all():  # the sum is 40 times faster
-                raise FloatingPointError(f"{spec.name} holds NaN or infinite values; it was not sent to the engine.")
-            if format is None:
-                tensors[spec.name] = rounded
-            else:
-                tensors[spec.name], tensors[spec.name + SCALE_SUFFIX] = encode(rounded.float(), format)
+        self.load(quantise_parameters(self.parameters, self.description, frozen), version, frozen)
+        return self.snapshot
+
+    def load(self, tensors: dict[str, Tensor], version: int, frozen: Mapping[str, Tensor] | None = None) -> None:
+        """Run ``tensors``, in the layout of ``tensor_specs``, as ``version``; the masters stay what they are.
+
+        Args:
+            frozen: Tensors of an earlier version that are loaded already and go on.
+        """
         self.weights.load(tensors)
         self._load_gradient_operands(tensors)
         self.weights.version = version
-        self.snapshot = {**frozen, **tensors}
-        return self.snapshot
+        self.snapshot = {**(frozen or {}), **tensors}
 
     def _attach(self, layer: LayerWeights) -> None:
         """Give a layer its FP32 masters, in the order in which autograd returns their gradients."""
@@ -162,52 +187,67 @@ class TrainableDecoder:
         Raises:
             FloatingPointError: the model's output is not finite; names the module where that began.
         """
-        assert self.weights.version >= 0, "refresh() comes first"
-        ids: list[int] = []
-        owner: list[int] = []
-        position: list[int] = []
-        chosen: list[int] = []  # rows whose next token is an answer token
-        targets: list[int] = []
-        for i, (sequence, answer) in enumerate(zip(sequences, answer_lengths, strict=True)):
-            start, n = len(ids), len(sequence) - 1  # the last token predicts nothing that is trained on
-            assert 0 <= answer <= n, "the first token of an answer needs a token before it"
-            ids += sequence[:n]
-            owner += [i] * n
-            position += range(n)
-            chosen += range(start + n - answer, start + n)
-            targets += sequence[len(sequence) - answer :]
-        rows = Rows.make(torch.tensor(ids), torch.tensor(owner), torch.tensor(position), self.rope, TOKEN_TILE)
-
-        def attend(layer: LayerWeights, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-            return autograd.attention(q, k, v, layer, rows, len(sequences))
-
+        count = sum(answer_lengths)
+        pairs = zip(sequences, answer_lengths, strict=True)
+        targets = [id for sequence, answer in pairs for id in sequence[len(sequence) - answer :]]
+        x = self.hidden(sequences, answer_lengths)
+        fill = x.shape[0] - count
         embedding = self.parameters["model.embed_tokens.weight"]
-        x = autograd.embedding(rows.ids, self.weights, embedding, self.padding)
+        head = embedding if self.description.tied else self.parameters["lm_head.weight"]
+        logprob, entropy = autograd.head_logprob(
+            x,
+            self.weights,
+            torch.tensor([*targets, *[0] * fill]),
+            torch.full((count + fill,), temperature),
+            self.parameters["model.norm.weight"],
+            head,
+        )
+        if not is_finite(x[:count], logprob[:count], entropy[:count]):
+            module = first_not_finite(self.weights, [self._rows(sequences)], self._attend(len(sequences)))
+            raise FloatingPointError(
+                f"{module} gives NaN or infinite values in the forward pass of weight version {self.weights.version}, whose "
+                "weights are finite: activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
+            )
+        return logprob[:count], entropy[:count]
+
+    def hidden(self, sequences: list[list[int]], answer_lengths: list[int]) -> Tensor:
+        """Hidden states before the final norm from which the answers' tokens are predicted.
+
+        Arguments as in :meth:`forward`.
+
+        Returns:
+            [M, hidden] float32, M being the sum of ``answer_lengths`` filled up to whole row tiles.
+        """
+        assert self.weights.version >= 0, "refresh() comes first"
+        chosen: list[int] = []  # rows whose next token is an answer token
+        end = 0
+        for sequence, answer in zip(sequences, answer_lengths, strict=True):
+            assert 0 <= answer < len(sequence), "the first token of an answer needs a token before it"
+            end += len(sequence) - 1
+            chosen += range(end - answer, end)
+        rows, attend = self._rows(sequences), self._attend(len(sequences))
+        x = autograd.embedding(rows.ids, self.weights, self.parameters["model.embed_tokens.weight"], self.padding)
         for layer in self.weights.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # The forward pass has the same bits each time, so its repetition gives the same gradient.
                 x = checkpoint(decoder_layer, x, layer, attend, rows, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = decoder_layer(x, layer, attend, rows)
-        count = len(chosen)
-        fill = [0] * (-count % ROW_TILE)
-        x = x[torch.tensor([*chosen, *fill])]
-        head = embedding if self.description.tied else self.parameters["lm_head.weight"]
-        logprob, entropy = autograd.head_logprob(
-            x,
-            self.weights,
-            torch.tensor([*targets, *fill]),
-            torch.full((count + len(fill),), temperature),
-            self.parameters["model.norm.weight"],
-            head,
-        )
-        if not is_finite(x[:count], logprob[:count], entropy[:count]):
-            module = first_not_finite(self.weights, [rows], attend)
-            raise FloatingPointError(
-                f"{module} gives NaN or infinite values in the forward pass of weight version {self.weights.version}, whose "
-                "weights are finite: activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
-            )
-        return logprob[:count], entropy[:count]
+        return x[torch.tensor([*chosen, *[0] * (-len(chosen) % ROW_TILE)])]
+
+    def _rows(self, sequences: list[list[int]]) -> Rows:
+        """The sequences one after the other; the last token of each predicts nothing that is trained on."""
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        ids = torch.tensor([id for sequence in sequences for id in sequence[:-1]])
+        owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))
+        position = torch.cat([torch.arange(n) for n in lengths])
+        return Rows.make(ids, owner, position, self.rope, TOKEN_TILE)
+
+    def _attend(self, sequences: int) -> Attend:
+        def attend(layer: LayerWeights, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+            return autograd.attention(q, k, v, layer, rows, sequences)
+
+        return attend
 
 
 def _linears(layer: Any) -> list[nn.Linear]:

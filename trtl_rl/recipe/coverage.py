@@ -19,6 +19,11 @@ class CoveredLinear:
     format: LinearFormat
     reason: str = ""
 
+    @property
+    def role(self) -> str:
+        """Which of a layer's linears it is (``q_proj`` …), or ``lm_head``."""
+        return self.name.rpartition(".")[2]
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -31,18 +36,6 @@ class Coverage:
         """Hash of names, shapes and formats; reasons are for people and do not count."""
         rows = [[item.name, list(item.shape), item.format.to_json()] for item in self.linears]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-
-    def summary(self) -> dict[str, Any]:
-        """Counts for people: linears quantised and excluded, and the share of their parameters in FP8."""
-        on = [item for item in self.linears if item.format.quantised]
-        size = {True: 0, False: 0}
-        for item in self.linears:
-            size[item.format.quantised] += item.shape[0] * item.shape[1]
-        return {
-            "quantised": len(on),
-            "excluded": {item.name: item.reason for item in self.linears if not item.format.quantised},
-            "fp8_parameter_share": size[True] / max(1, size[True] + size[False]),
-        }
 
     def difference(self, other: Coverage) -> list[str]:
         """One line for each linear that is missing or runs another format on one side."""

@@ -52,7 +52,7 @@ class Recipe:
             UserError: no such recipe, or it is not YAML with ``metadata`` and ``quantize``.
         """
         if name == NONE:
-            return cls(name, "", hashlib.sha256(b"").hexdigest())
+            return cls.parse(name, "")
         bundled = {Path(str(item)).stem: item for item in files(__package__).iterdir() if str(item).endswith(".yaml")}
         if name in bundled:
             text = bundled[name].read_text()
@@ -63,6 +63,13 @@ class Recipe:
             raise UserError(
                 f"There is no recipe '{name}': neither a file nor one of {', '.join(choices)}.{nearest(name, choices)}"
             )
+        return cls.parse(name, text)
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Recipe:
+        """A recipe from its YAML, checked. Raises UserError, which calls it ``name``."""
+        if name == NONE:
+            return cls(name, "", hashlib.sha256(b"").hexdigest())
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:

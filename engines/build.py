@@ -1,0 +1,234 @@
+"""Build an engine directory: quantise a checkpoint once, as the trainer would, and compile its operators.
+
+The codes are those of the trainer's version 0: the same ModelOpt recipe is applied to the same model, and the same
+function quantises. Nothing is calibrated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from trtl_rl.engines.directory import INDEX, MANIFEST, EngineDirectory, FileEntry, Progress
+from trtl_rl.errors import UserError
+from trtl_rl.flops.formulas import ModelShape
+from trtl_rl.model.architectures import check_architecture
+from trtl_rl.model.source import ModelSource, file_digest, weights_digest
+from trtl_rl.recipe.recipe import NONE, Recipe
+from trtl_rl.versions import versions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trtl_rl.model.description import DecoderDescription
+
+SHARD_BYTES = 4 * 2**30
+_PACKAGE_BYTES = 2 * 2**20  # of one compiled unit, about
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def build_engine(
+    source: ModelSource,
+    recipe: Recipe,
+    output: Path,
+    *,
+    max_context: int | None = None,
+    compiled: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> EngineDirectory:
+    """Write ``output``. It appears whole or not at all: everything is written beside it, synced and renamed.
+
+    Args:
+        max_context: Longest prompt plus answer; by default what the checkpoint was made for.
+        compiled: Also put operators compiled for this model into it.
+        progress: Called with a text, how much is done, and the total.
+
+    Raises:
+        UserError: ``output`` exists, there is no room for it, the model is not supported or holds NaN or infinite weights.
+    """
+    progress = progress or (lambda text, done, total: None)
+    context = _checked(source, recipe, output, max_context)
+    progress("loading the model", 0, 1)
+    from trtl_rl.kernels.kernel_set import KernelSet
+    from trtl_rl.model.bind import describe, quantise_parameters
+    from trtl_rl.model.loading import load_tokenizer, read_model, stop_ids
+    from trtl_rl.refit.manifest import Manifest
+
+    tokenizer = load_tokenizer(source.path)
+    model = read_model(source.path)
+    recipe.apply(model)
+    description = describe(model)
+    quantised = quantization_config(description)
+    stops = stop_ids(source.path, model, tokenizer)
+    progress("loading the model", 1, 1)
+    progress("quantising", 0, 1)
+    try:
+        tensors = quantise_parameters(dict(model.named_parameters()), description)
+    except FloatingPointError as error:
+        raise UserError(f"{source.name}: {error}") from None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    progress("quantising", 1, 1)
+    kernels = KernelSet(compiled, progress=progress)
+    kernels.prepare([description.layer_spec(i) for i in range(description.layers)], description.head_spec())
+    with _beside(output) as partial:
+        _write_shards(tensors, partial, shard_bytes, progress)
+        _write_configuration(source, partial, quantised, stops)
+        kernels.copy_packages(partial / "kernels")
+        files = _sync(partial, progress)
+        directory = EngineDirectory(
+            path=output,
+            model=source.name,
+            architecture=source.config["architectures"][0],
+            source_digest=weights_digest(source.path),
+            parameters=parameters,
+            recipe={"name": recipe.name, "digest": recipe.digest, "text": recipe.text},
+            description=description,
+            weights_digest=Manifest.of(tensors, 0, "").digest,
+            kernels={"identity": kernels.identity, "compiled": compiled, "description": kernels.description},
+            max_context=context,
+            stop_ids=stops,
+            versions=versions(),
+            files=files,
+        )
+        _write(partial / MANIFEST, directory.to_json())
+        _sync_one(partial / MANIFEST)
+    return directory
+
+
+def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int | None) -> int:
+    """Refuse what would fail later; returns the context."""
+    check_architecture(SimpleNamespace(**source.config))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists and is not an empty directory: name another --output, or remove it first.")
+    if max_context is not None and max_context > source.context:
+        raise UserError(
+            f"--max-context {max_context} is more than the {source.context} tokens that {source.name} was made for."
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output.parent} cannot be made: {error.strerror}.") from None
+    shape = ModelShape.from_hf_config(SimpleNamespace(**source.config))
+    heads = 1 if source.config.get("tie_word_embeddings") else 2
+    need = shape.linear_parameters * (2 if recipe.name == NONE else 1) + 2 * heads * shape.head_parameters
+    free = shutil.disk_usage(output.parent).free
+    if free < need + 16 * _PACKAGE_BYTES:
+        raise UserError(
+            f"{output.parent} has {free / 2**30:.1f} GiB free, the engine needs about {need / 2**30:.1f} GiB: choose an --output "
+            "with more room."
+        )
+    return max_context or source.context
+
+
+@contextlib.contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A directory beside ``output`` that takes its place when the block ends well, and vanishes when it does not."""
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync_one(partial)
+        os.replace(partial, output)
+        _sync_one(output.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"There was no room left for {output}: nothing was kept of it.") from None
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(tensors: dict[str, Tensor], directory: Path, size: int, progress: Progress) -> None:
+    """Safetensors shards of at most ``size`` bytes, and their index."""
+    from safetensors.torch import save_file
+
+    from trtl_rl.refit.manifest import buckets
+
+    shards = [dict(bucket.tensors) for bucket in buckets(tensors, size)]
+    placed = {}
+    for number, shard in enumerate(shards, 1):
+        progress("writing weights", number - 1, len(shards))
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # An embedding that is also the head would be stored twice; contiguous copies share nothing.
+        save_file({key: tensor.contiguous() for key, tensor in shard.items()}, directory / name, {"format": "pt"})
+        (directory / name).chmod(0o644)  # as the other files; safetensors lets only the owner read
+        placed.update(dict.fromkeys(shard, name))
+    progress("writing weights", len(shards), len(shards))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    _write(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+def _write_configuration(
+    source: ModelSource, directory: Path, quantised: dict[str, Any] | None, stops: list[int]
+) -> None:
+    """config.json with its quantisation, generation_config.json and the tokenizer's files."""
+    config: dict[str, Any] = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    config["dtype"] = "bfloat16"  # of what is not quantised
+    if quantised is not None:
+        config["quantization_config"] = quantised
+    _write(directory / "config.json", config)
+    generation = source.path / "generation_config.json"
+    values = json.loads(generation.read_text()) if generation.is_file() else {}
+    _write(directory / "generation_config.json", {**values, "eos_token_id": stops})
+    for name in _TOKENIZER_FILES:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, directory / name)
+
+
+def quantization_config(description: DecoderDescription) -> dict[str, Any] | None:
+    """``quantization_config`` as transformers and vLLM read it from FP8 block-scale checkpoints; None without FP8 weights.
+
+    Raises:
+        UserError: the recipe has weights in blocks of several sizes, for which such checkpoints have no words.
+    """
+    linears = description.coverage.linears
+    formats = {item.format.weight for item in linears if item.format.weight is not None}
+    if not formats:
+        return None
+    if len(formats) > 1:
+        raise UserError("The recipe quantises weights in several block formats; an FP8 block-scale checkpoint has one.")
+    (format,) = formats
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(format.block),
+        **({"scale_fmt": "ue8m0"} if format.round == "pow2" else {}),
+        "modules_to_not_convert": [item.name for item in linears if item.format.weight is None],
+    }
+
+
+def _sync(directory: Path, progress: Progress) -> dict[str, FileEntry]:
+    """Bring all files to the disk; returns size and hash of each."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    entries = {}
+    for done, path in enumerate(paths, 1):
+        _sync_one(path)
+        entries[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, file_digest(path))
+        progress("checksums", done, len(paths))
+    return entries
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n")
