@@ -81,7 +81,8 @@ def recipe_of(name: str) -> Recipe:
 
 def requests_of(case: Case, vocab: int, first: int, generator: random.Random, share: float = 1.0) -> list[Request]:
     """Requests whose answers have ``case['answer']`` tokens at most; some share a prompt's prefill."""
-    tokens, slots, longest = TOKENS[case["slots"]] * share, case["slots"], case["answer"]
+    slots, longest = case["slots"], case["answer"]
+    tokens = case.get("tokens", TOKENS[slots]) * share
     out: list[Request] = []
     planned = answers = 0
     while planned < tokens or answers < 1.5 * slots * share or len(out) < 2:
@@ -108,8 +109,8 @@ def groups_of(vocab: int, generator: random.Random, index: int) -> list[Group]:
     return out
 
 
-def compared(case: Case, model: Any) -> list[Parity]:
-    """Run a case: at version 0, and after its updates."""
+def compared(case: Case, model: Any, share: float = 1.0) -> list[Parity]:
+    """Run a case, or a ``share`` of its tokens: at version 0, and after its updates."""
     generator = random.Random(repr(case))
     recipe_of(case["recipe"]).apply(model)
     compiled = case["operators"] == "compiled"
@@ -129,8 +130,8 @@ def compared(case: Case, model: Any) -> list[Parity]:
         return check(decoder, engine, requests, threads=threads, gradients=case["gradients"])
 
     if not case["updates"]:
-        return [compare(0, 1.0)]
-    found = [compare(0, 0.3)]
+        return [compare(0, share)]
+    found = [compare(0, 0.3 * share)]
     torch.set_num_threads(case["trainer_threads"])
     shape = ModelShape.from_hf_config(model.config)
     optimizer = OptimizerConfig(lr=1e-3)
@@ -139,7 +140,7 @@ def compared(case: Case, model: Any) -> list[Parity]:
         update = learner.update(groups_of(vocab, generator, step), step)
         assert update.stepped, "every update moves the weights"
         decoder.refresh(step + 1)
-    return [*found, compare(10_000, 0.7)]
+    return [*found, compare(10_000, 0.7 * share)]
 
 
 def smollm2(directory: str) -> list[tuple[Case, Any]]:
@@ -147,8 +148,9 @@ def smollm2(directory: str) -> list[tuple[Case, Any]]:
     from transformers import AutoModelForCausalLM
 
     common = {"recipe": "fp32 scales", "operators": "compiled", "prompt": 300, "temperature": 1.0, "gradients": False}
+    common["tokens"] = 2500
     cases = [
-        {**common, "answer": 60, "slots": 64, "engine_threads": 1, "trainer_threads": 2, "updates": 0},
+        {**common, "answer": 40, "slots": 64, "engine_threads": 1, "trainer_threads": 2, "updates": 0},
         {**common, "answer": 1000, "slots": 7, "engine_threads": 2, "trainer_threads": 1, "updates": 0},
     ]
 
