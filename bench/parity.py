@@ -39,7 +39,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from models import tiny  # the tests' builder
 
 CONTEXT = 1312
-RECIPES: dict[str, dict[str, str]] = {"fp32 scales": {}, "pow2 scales": {"round: fp32}": "round: pow2}"}}
+RECIPES: dict[str, dict[str, str]] = {
+    "fp32 scales": {},
+    "pow2 scales": {"round: fp32": "round: pow2"},
+    "bf16 compute": {"compute: fp32": "compute: bf16"},
+}
 FACTORS: dict[str, list[Any]] = {
     "family": ["qwen2", "qwen3", "llama"],
     "tied": [False, True],
@@ -56,7 +60,9 @@ FACTORS: dict[str, list[Any]] = {
     "updates": [0, 20],
 }
 # A compiled case has to compile its units first: one shape of each family is enough.
-COMPILED = {("qwen3", False, "fp32 scales"), ("qwen2", False, "pow2 scales"), ("llama", True, "none")}
+COMPILED = {
+    ("qwen3", False, "fp32 scales"), ("qwen2", False, "pow2 scales"), ("llama", True, "bf16 compute"), ("qwen3", True, "none"),
+}  # fmt: skip
 TOKENS = {1: 1500, 7: 6000, 64: 20000}  # of one case, about, by slots
 
 

@@ -195,7 +195,7 @@ def quantization_config(description: DecoderDescription) -> dict[str, Any] | Non
         UserError: the recipe has weights in blocks of several sizes, for which such checkpoints have no words.
     """
     linears = description.coverage.linears
-    formats = {item.format.weight for item in linears if item.format.weight is not None}
+    formats = {item.format.forward_weight for item in linears if item.format.forward_weight is not None}
     if not formats:
         return None
     if len(formats) > 1:
@@ -207,7 +207,7 @@ def quantization_config(description: DecoderDescription) -> dict[str, Any] | Non
         "activation_scheme": "dynamic",
         "weight_block_size": list(format.block),
         **({"scale_fmt": "ue8m0"} if format.round == "pow2" else {}),
-        "modules_to_not_convert": [item.name for item in linears if item.format.weight is None],
+        "modules_to_not_convert": [item.name for item in linears if item.format.forward_weight is None],
     }
 
 

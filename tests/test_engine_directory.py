@@ -71,7 +71,7 @@ def test_stock_transformers_reads_the_checkpoint_and_decodes_it_to_the_same_weig
     directory = EngineDirectory.open(built)
     tensors, state = directory.tensors(), model.state_dict()
     for linear in directory.description.coverage.linears:
-        name, format = f"{linear.name}.weight", linear.format.weight
+        name, format = f"{linear.name}.weight", linear.format.forward_weight
         if format is not None:
             assert torch.equal(state[name], decode(tensors[name], tensors[f"{name}_scale_inv"], format)), name
         else:

@@ -25,8 +25,10 @@ def audit(coverage: Coverage, shape: ModelShape, parameters: int, tokens: int) -
     """
     on = [item for item in coverage.linears if item.format.quantised]
     off = [item for item in coverage.linears if not item.format.quantised]
-    stored = sum(_size(item) for item in on if item.format.weight is not None)
-    both = [item for item in on if item.format.weight is not None and item.format.activation is not None]
+    stored = sum(_size(item) for item in on if item.format.forward_weight is not None)
+    both = [
+        item for item in on if item.format.forward_weight is not None and item.format.forward_activation is not None
+    ]
     flops = sum(2 * _size(item) * (tokens - 1 if item.role == "lm_head" else tokens) for item in both)
     return {
         "linears": len(coverage.linears),
@@ -73,7 +75,7 @@ def _group_text(group: dict[str, Any]) -> str:
 
 def _format_text(format: LinearFormat) -> str:
     parts = []
-    for name, block in (("weights", format.weight), ("activations", format.activation)):
+    for name, block in (("weights", format.forward_weight), ("activations", format.forward_activation)):
         sizes = "bf16" if block is None else f"{block.block[0]}×{block.block[1]}, {block.round} scales"
         parts.append(f"{name} {sizes}")
     return "; ".join(parts)

@@ -149,14 +149,14 @@ def expand(model: nn.Module) -> Coverage:
         runnable |= {f"{name}.{kind}_quantizer" for kind in ("weight", "input")}
         name = name.removesuffix(".base_layer")  # of a linear that peft wrapped
         format = _format_of(name, module)
-        linears.append(
-            CoveredLinear(
-                name,
-                (module.out_features, module.in_features),
-                format,
-                "" if format.quantised else "no enabled quantiser in the recipe",
-            )
+        reason = (
+            ""
+            if format.quantised
+            else "fprop is bf16"
+            if format.weight or format.activation
+            else "no enabled quantiser"
         )
+        linears.append(CoveredLinear(name, (module.out_features, module.in_features), format, reason))
     for name, module in model.named_modules():
         if name.endswith("_quantizer") and getattr(module, "is_enabled", False) and name not in runnable:
             raise UserError(
