@@ -95,7 +95,7 @@ def requests_of(case: Case, vocab: int, first: int, generator: random.Random, sh
         # The shortest and the longest prompt are always there, and an answer of full length.
         size = (1, case["prompt"])[len(out)] if len(out) < 2 else generator.randint(1, case["prompt"])
         prompt = [generator.randrange(vocab) for _ in range(size)]
-        limit = longest if not out else generator.randint(1, longest)
+        limit = longest if not out else 1 + int(longest * generator.random() ** 3)  # most are short
         samples = generator.choice((1, 1, 2, 4)) if slots > 1 else 1
         id = -1 - len(out) - first
         out.append(Request(id, prompt, samples, Sampling(case["temperature"], limit), (0, -id, 0), logprobs=True))

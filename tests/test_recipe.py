@@ -69,8 +69,6 @@ def test_the_bundled_recipe_is_expanded_to_every_linear_but_the_head() -> None:
     assert {item.format for item in coverage.linears if item.name != "lm_head"} == {FP8}
     shapes = {item.name: item.shape for item in coverage.linears}
     assert shapes["model.layers.1.mlp.down_proj"] == (96, 160) and shapes["lm_head"] == (61, 96)
-    assert coverage.summary()["quantised"] == 14
-    assert set(coverage.summary()["excluded"]) == {"lm_head"}
 
 
 def test_coverage_survives_json() -> None:
