@@ -88,7 +88,7 @@ def recipe_of(name: str) -> Recipe:
 def requests_of(case: Case, vocab: int, first: int, generator: random.Random, share: float = 1.0) -> list[Request]:
     """Requests whose answers have ``case['answer']`` tokens at most; some share a prompt's prefill."""
     slots, longest = case["slots"], case["answer"]
-    tokens = case.get("tokens", TOKENS[slots]) * share
+    tokens = case.get("tokens", TOKENS.get(slots)) * share
     out: list[Request] = []
     planned = answers = 0
     while planned < tokens or answers < 1.5 * slots * share or len(out) < 2:
@@ -153,12 +153,10 @@ def smollm2(directory: str) -> list[tuple[Case, Any]]:
     """Cases with real weights: many short answers, and few that reach 1,300 tokens, with the threads exchanged."""
     from transformers import AutoModelForCausalLM
 
-    common = {"recipe": "fp32 scales", "operators": "compiled", "prompt": 300, "temperature": 1.0, "gradients": False}
-    common["tokens"] = 2500
-    cases = [
-        {**common, "answer": 40, "slots": 64, "engine_threads": 1, "trainer_threads": 2, "updates": 0},
-        {**common, "answer": 1000, "slots": 7, "engine_threads": 2, "trainer_threads": 1, "updates": 0},
-    ]
+    common = {"recipe": "fp32 scales", "operators": "compiled", "temperature": 1.0, "gradients": False, "updates": 0}
+    short = {"prompt": 100, "answer": 40, "slots": 64, "tokens": 800, "engine_threads": 1, "trainer_threads": 2}
+    long = {"prompt": 1150, "answer": 150, "slots": 2, "tokens": 400, "engine_threads": 2, "trainer_threads": 1}
+    cases = [{**common, **short}, {**common, **long}]
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

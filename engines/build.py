@@ -89,7 +89,7 @@ def build_engine(
         files = _sync(partial, progress)
         directory = EngineDirectory(
             path=output,
-            model=source.name,
+            model=str(source.path.resolve()) if Path(source.name).is_dir() else source.name,
             architecture=source.config["architectures"][0],
             source_digest=weights_digest(source.path),
             parameters=parameters,
@@ -116,17 +116,14 @@ def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int
         raise UserError(
             f"--max-context {max_context} is more than the {source.context} tokens that {source.name} was made for."
         )
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{output.parent} cannot be made: {error.strerror}.") from None
     shape = ModelShape.from_hf_config(SimpleNamespace(**source.config))
     heads = 1 if source.config.get("tie_word_embeddings") else 2
     need = shape.linear_parameters * (2 if recipe.name == NONE else 1) + 2 * heads * shape.head_parameters
-    free = shutil.disk_usage(output.parent).free
+    place = next(path for path in output.absolute().parents if path.exists())
+    free = shutil.disk_usage(place).free
     if free < need + 16 * _PACKAGE_BYTES:
         raise UserError(
-            f"{output.parent} has {free / 2**30:.1f} GiB free, the engine needs about {need / 2**30:.1f} GiB: choose an --output "
+            f"{place} has {free / 2**30:.1f} GiB free, the engine needs about {need / 2**30:.1f} GiB: choose an --output "
             "with more room."
         )
     return max_context or source.context
@@ -136,8 +133,11 @@ def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int
 def _beside(output: Path) -> Iterator[Path]:
     """A directory beside ``output`` that takes its place when the block ends well, and vanishes when it does not."""
     partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{partial} cannot be made: {error.strerror}.") from None
     try:
         yield partial
         _sync_one(partial)
@@ -213,7 +213,11 @@ def quantization_config(description: DecoderDescription) -> dict[str, Any] | Non
 
 def _sync(directory: Path, progress: Progress) -> dict[str, FileEntry]:
     """Bring all files to the disk; returns size and hash of each."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    everything = sorted(directory.rglob("*"))
+    paths = [path for path in everything if path.is_file()]
+    for path in everything:
+        if path.is_dir():
+            _sync_one(path)
     entries = {}
     for done, path in enumerate(paths, 1):
         _sync_one(path)

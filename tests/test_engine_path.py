@@ -71,7 +71,9 @@ def test_an_engine_that_is_not_of_the_run_is_refused_before_a_model_is_loaded(
         assert not (tmp_path / "run").exists()
         return str(error.value)
 
-    assert f"engine.path={built} was built from other weights (demo) than those of model={other}" in said(model=str(other))
+    assert f"engine.path={built} was built from other weights (demo) than those of model={other}" in said(
+        model=str(other)
+    )
     assert "was built with the recipe fp8_block, and recipe=none is another one" in said(recipe="none")
     with pytest.raises(UserError, match=r"engine\.max_context=300 is more than .* was built for \(256\)"):
         Trainer(args=small(tmp_path / "run", engine={"path": str(built), "max_context": 300}))
