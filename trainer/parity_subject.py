@@ -20,7 +20,7 @@ from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.model.kv import bytes_per_slot
-from trtl_rl.model.loading import empty_model, load_model, load_tokenizer, load_weights
+from trtl_rl.model.loading import empty_model, load_tokenizer
 from trtl_rl.model.source import DEMO, ModelSource, find_model, weights_digest
 from trtl_rl.recipe.recipe import NONE, Recipe
 from trtl_rl.refit.manifest import Manifest
@@ -29,6 +29,7 @@ from trtl_rl.rollout import Request, Sampling
 from trtl_rl.tasks.rows import open_rows
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer.loading import load_model
 from trtl_rl.trainer.parity_check import Parity, Progress, check
 from trtl_rl.trainer.trainer import GIVEN, read_config
 
@@ -186,14 +187,16 @@ class Subject:
     def _load(self) -> tuple[PreTrainedModel, str]:
         """The model with its quantisers, and where the trainer's weights come from."""
         if self.directory is None:
-            model = load_model(self.source.path, self.recipe)
+            model = load_model(self.source.path, self.recipe, self.checkpoint)
             if self.checkpoint is not None:
-                load_weights(model, self.checkpoint / "model.safetensors")
-            return model, "of the checkpoint" if self.checkpoint is not None else "of the model"
+                _load_weights(model, self.checkpoint / "model.safetensors")
+            return model, "of the model" if self.checkpoint is None else "of the checkpoint"
         original = self._original(self.directory)
         if isinstance(original, ModelSource):
             return load_model(original.path, self.recipe), f"quantised anew from {original.name}"
-        return empty_model(self.source.config, self.recipe), f"the directory's own codes ({original})"
+        model = empty_model(self.source.config)
+        self.recipe.apply(model)
+        return model, f"the directory's own codes ({original})"
 
     def _original(self, directory: EngineDirectory) -> ModelSource | str:
         """What the directory was built from, or why that cannot be had (nothing is downloaded for it)."""
@@ -253,3 +256,14 @@ class Subject:
         task = Task(open_rows(config), config, load_tokenizer(self.source.path), room)
         order = task.order(config.seed)
         return [task.prompt(*order.at(i)).ids for i in range(self.options.prompts)]
+
+
+def _load_weights(model: PreTrainedModel, file: Path) -> None:
+    """Load a run's checkpoint into its model. Raises UserError when they do not belong together."""
+    from safetensors.torch import load_file
+
+    missing, unexpected = model.load_state_dict(load_file(file), strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    wrong = [*(set(missing) - set(tied)), *unexpected]
+    if wrong:
+        raise UserError(f"{file} does not belong to this model: {min(wrong)} is only on one side.")

@@ -149,13 +149,9 @@ def expand(model: nn.Module) -> Coverage:
         runnable |= {f"{name}.{kind}_quantizer" for kind in ("weight", "input")}
         name = name.removesuffix(".base_layer")  # of a linear that peft wrapped
         format = _format_of(name, module)
-        reason = (
-            ""
-            if format.quantised
-            else "fprop is bf16"
-            if format.weight or format.activation
-            else "no enabled quantiser"
-        )
+        reason = ""
+        if not format.quantised:
+            reason = "no enabled quantiser" if format == HIGH_PRECISION else "fprop is bf16"
         linears.append(CoveredLinear(name, (module.out_features, module.in_features), format, reason))
     for name, module in model.named_modules():
         if name.endswith("_quantizer") and getattr(module, "is_enabled", False) and name not in runnable:
