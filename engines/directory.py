@@ -22,11 +22,11 @@ from trtl_rl.errors import UserError
 from trtl_rl.model.architectures import ARCHITECTURES
 from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.source import file_digest
-from trtl_rl.refit.manifest import Manifest, RefitResult, buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trtl_rl.refit.manifest import RefitResult
     from trtl_rl.refit.sender import RefitTarget
 
 FORMAT = 1
@@ -136,6 +136,8 @@ class EngineDirectory:
         """The checkpoint in the layout of ``tensor_specs``. Raises UserError when its digest is not the one that was built."""
         from safetensors.torch import load_file
 
+        from trtl_rl.refit.manifest import Manifest
+
         index: dict[str, str] = json.loads((self.path / INDEX).read_text())["weight_map"]
         tensors: dict[str, Tensor] = {}
         for file in sorted(set(index.values())):
@@ -146,6 +148,8 @@ class EngineDirectory:
 
     def load_into(self, engine: RefitTarget) -> RefitResult:
         """Bring an engine to version 0, which is the checkpoint."""
+        from trtl_rl.refit.manifest import Manifest, buckets
+
         tensors = self.tensors()
         engine.begin_refit(Manifest.of(tensors, 0, self.description.coverage.digest))
         for bucket in buckets(tensors, _BUCKET_BYTES):

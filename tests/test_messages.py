@@ -186,6 +186,8 @@ print("loaded", *[name for name in sys.argv[1].split(",") if name in sys.modules
         (["--help"], 0, set()),
         (["run", "--help"], 0, set()),
         (["run", "stepps=3"], 2, {"numpy"}),
+        (["run", "engine.path=nowhere"], 2, {"numpy"}),
+        (["inspect-engine", "nowhere"], 2, set()),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, ",".join(heavy), *arguments],
