@@ -83,16 +83,21 @@ class HostedEngine:
         self._reader.start()
 
     def configure(
-        self, description: dict[str, Any], kernels: str, compiled: bool, packages: str | None = None, **limits: Any
+        self,
+        description: dict[str, Any],
+        kernels: str,
+        compiled: bool,
+        packages: str | None = None,
+        device: str = "cpu",
+        **limits: Any,
     ) -> None:
         """Build the engine in the child: decoder, kernels (their identity must match), slots and limits.
 
         Args:
             packages: Directory of compiled operators that is looked into before the cache.
         """
-        self._call(
-            "configure", description=description, kernels=kernels, compiled=compiled, packages=packages, **limits
-        )
+        about = {"description": description, "kernels": kernels, "compiled": compiled, "device": device}
+        self._call("configure", **about, packages=packages, **limits)
 
     def load(self, directory: Path) -> RefitResult:
         """Take version 0 from an engine directory; nothing is sent."""
@@ -321,6 +326,7 @@ class _Child:
         kernels: str,
         compiled: bool,
         packages: str | None,
+        device: str,
         slots: int,
         context: int,
         stop_ids: list[int],
@@ -329,7 +335,7 @@ class _Child:
         from trtl_rl.kernels.kernel_set import KernelSet
         from trtl_rl.model.description import DecoderDescription
 
-        own = KernelSet(compiled, build=False, packages=None if packages is None else Path(packages))
+        own = KernelSet(compiled, build=False, packages=None if packages is None else Path(packages), device=device)
         if own.identity != kernels:
             raise EngineError(
                 f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "

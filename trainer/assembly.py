@@ -91,6 +91,8 @@ class Run:
         phases = Phases(self.metrics, 5)
         import torch
 
+        if c.device == "cuda":
+            _check_cuda(c.compile, c.engine.path)
         torch.set_num_threads(c.threads)
         tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)
@@ -236,6 +238,8 @@ class Run:
         from trtl_rl.model.bind import TrainableDecoder
 
         c = self.config
+        if c.device == "cuda":
+            return self._bind_cuda(model, context)
         compiler = find_compiler()
         if c.compile and compiler is None:
             raise UserError(
@@ -263,6 +267,18 @@ class Run:
             )
         return decoder
 
+    def _bind_cuda(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
+        from trtl_rl.kernels.kernel_set import KernelSet
+        from trtl_rl.model.bind import TrainableDecoder
+
+        self.metrics.message(
+            "warning",
+            "On CUDA operators run eagerly and FP8 is emulated: made to be exact, not fast; never tried on a GPU.",
+        )
+        self._kernels = KernelSet(False, backward=True, device="cuda")
+        on_device: Any = model.to("cuda")  # type: ignore[arg-type]
+        return TrainableDecoder(on_device, self._kernels, context)
+
     def _start_engine(
         self, engine: HostedEngine, decoder: TrainableDecoder, tokenizer: PreTrainedTokenizerBase, context: int
     ) -> None:
@@ -272,6 +288,7 @@ class Run:
             decoder.description.to_json(),
             self._kernels.identity,
             self._kernels.compiled,
+            device=c.device,
             packages=None if (packages := self._packages()) is None else str(packages),
             slots=self._slots(decoder, context),
             context=context,
@@ -373,3 +390,13 @@ def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
             f"{', '.join(changed)} differ from the run that was saved{digests if 'recipe' in changed else ''}, so it cannot "
             "go on with them. Leave them as they were, or start a new run from its model."
         )
+
+
+def _check_cuda(compiled: bool | None, directory: str | None) -> None:
+    """Raise UserError for what device=cuda cannot do here, before anything is loaded."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no CUDA device here. Use device=cpu, or a CUDA build of torch.")
+    if compiled or directory is not None:
+        raise UserError("compile=true and engine.path are for device=cpu: compiled operators are CPU code.")

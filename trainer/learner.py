@@ -56,7 +56,7 @@ class Learner:
         steps: int,
     ) -> None:
         # No mixed precision: autocast would round after the quantiser.
-        self.accelerator = Accelerator(mixed_precision="no", cpu=True)
+        self.accelerator = Accelerator(mixed_precision="no", cpu=decoder.weights.device.type == "cpu")
         self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
         decoder.gradient_checkpointing = config.gradient_checkpointing
         self.temperature = temperature
@@ -113,10 +113,10 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Tensor:
-        """Logprobs [tokens] float32 of completions under the loaded version, one after another."""
+        """Logprobs [tokens] float32 of completions under the loaded version, one after another, in CPU memory."""
         sequences = [[*prompt, *completion.ids] for prompt, completion in zip(prompts, completions, strict=True)]
         lengths = [len(completion.ids) for completion in completions]
-        return self.decoder.forward(sequences, lengths, self.temperature)[0]
+        return self.decoder.forward(sequences, lengths, self.temperature)[0].cpu()
 
     def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> Tensor:
         rows = [
@@ -125,15 +125,17 @@ class Learner:
         sequences = [[*group.prompt.ids, *completion.ids] for _, group, completion, _ in rows]
         lengths = [len(completion.ids) for _, _, completion, _ in rows]
         logprobs, entropy = self.model(sequences, lengths, self.temperature)
-        owners = torch.tensor([i for i, *_ in rows])
+        device = logprobs.device
+        owners = torch.tensor([i for i, *_ in rows], device=device)
         behaviour = None
         if self.loss.needs_behaviour_logprobs:
-            behaviour = torch.tensor([value for _, _, completion, _ in rows for value in completion.logprobs or []])
+            values = [value for _, _, completion, _ in rows for value in completion.logprobs or []]
+            behaviour = torch.tensor(values, device=device)
         inputs = LossInputs(
             logprobs=logprobs,
-            lengths=torch.tensor(lengths),
+            lengths=torch.tensor(lengths, device=device),
             groups=owners,
-            advantages=advantages(torch.tensor([reward for *_, reward in rows]), owners),
+            advantages=advantages(torch.tensor([reward for *_, reward in rows], device=device), owners),
             groups_in_batch=groups_in_batch,
             behaviour_logprobs=behaviour,
         )

@@ -134,7 +134,7 @@ def _score(decoder: TrainableDecoder, by_id: dict[int, Request], part: Sequence[
     """Logprobs [tokens] of completions with one temperature."""
     sequences = [[*by_id[item.request_id].ids, *item.ids] for item in part]
     temperature = by_id[part[0].request_id].sampling.temperature
-    return decoder.forward(sequences, [len(item.ids) for item in part], temperature)[0].detach()
+    return decoder.forward(sequences, [len(item.ids) for item in part], temperature)[0].detach().cpu()
 
 
 def _batches(
@@ -195,7 +195,7 @@ def _full_vocabulary(
     d = decoder.description
     weights = DecoderWeights(d, kernels)
     weights.load(decoder.snapshot)
-    rope = RopeTables(d.inverse_frequencies, d.attention_scaling, decoder.context)
+    rope = RopeTables(d.inverse_frequencies, d.attention_scaling, decoder.context, decoder.weights.device)
     values = differing = done = 0
     largest, kl = 0.0, [torch.zeros(0, dtype=torch.float64)]
     for part in _batches(by_id, completions, max(1, _LOGITS // d.vocab)):
@@ -229,7 +229,9 @@ def _engine_logits(
     d = weights.description
     starts = [sum(answers[:i]) for i in range(len(answers))]
     prompts = [len(sequence) - answer for sequence, answer in zip(sequences, answers, strict=True)]
-    buffers = KeyValueBuffers(d.layers, len(sequences), d.kv_heads, d.head_dim, max(map(len, sequences)))
+    buffers = KeyValueBuffers(
+        d.layers, len(sequences), d.kv_heads, d.head_dim, max(map(len, sequences)), weights.device
+    )
     ids = torch.tensor([id for sequence, n in zip(sequences, prompts, strict=True) for id in sequence[:n]])
     owner = torch.cat([torch.full((n,), i) for i, n in enumerate(prompts)])
     position = torch.cat([torch.arange(n) for n in prompts])

@@ -194,6 +194,9 @@ class RunConfig(Part):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     run_dir: str | None = Field(None, description="Where the run keeps its files; default: runs/ and the time.")
     recipe: str = Field("fp8_block", description="A recipe's name or file; none: no FP8.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Where both sides compute. cuda: operators run eagerly, FP8 is emulated."
+    )
     compile: bool | None = Field(None, description="Compile the operators; default: when a C++ compiler is found.")
     threads: Count = Field(1, description="Threads of the learner's process.")
     engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -50,8 +50,8 @@ class TorchEngine:
         self.weights = DecoderWeights(d, kernels)
         self.busy_seconds = 0.0
         self.context = context
-        self._rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context)
-        self._buffers = KeyValueBuffers(d.layers, slots, d.kv_heads, d.head_dim, context)
+        self._rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context, kernels.device)
+        self._buffers = KeyValueBuffers(d.layers, slots, d.kv_heads, d.head_dim, context, kernels.device)
         self._slots = Slots(slots, context)
         self._waiting: deque[tuple[Request, list[int]]] = deque()
         self._stops = np.zeros(d.vocab, bool)
@@ -236,9 +236,11 @@ class TorchEngine:
                 f"{self._first_not_finite(passes)} gives NaN or infinite values while weight version {self.version} generates; "
                 "the weights are finite, so activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
             )
-        temperature = torch.from_numpy(state.temperature[slots])
-        uniform = torch.from_numpy(state.uniform[slots, state.generated[slots]])
-        tokens = sample_tokens(logits[:n], temperature, uniform, torch.from_numpy(state.greedy[slots]))
+        device = logits.device
+        temperature = torch.from_numpy(state.temperature[slots]).to(device)
+        uniform = torch.from_numpy(state.uniform[slots, state.generated[slots]]).to(device)
+        greedy = torch.from_numpy(state.greedy[slots]).to(device)
+        tokens = sample_tokens(logits[:n], temperature, uniform, greedy)
         logprobs = None
         if state.wants_logprobs[slots].any():
             fill = logits.shape[0] - n
@@ -247,8 +249,8 @@ class TorchEngine:
                 torch.nn.functional.pad(tokens, (0, fill)),
                 torch.nn.functional.pad(temperature, (0, fill), value=1.0),
             ]
-            logprobs = self.weights.head_units.logprob(inputs)[0][:n].numpy()
-        drawn = tokens.numpy()
+            logprobs = self.weights.head_units.logprob(inputs)[0][:n].cpu().numpy()
+        drawn = tokens.cpu().numpy()
         state.append(slots, drawn, logprobs)
         stopped = self._stops[drawn]
         ended = stopped | (state.generated[slots] >= state.limit[slots])

@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
 
         ctx.rows, ctx.sequences = rows, sequences
         ctx.save_for_backward(q, k, v)
-        buffers = KeyValueBuffers(1, sequences, k.shape[1], k.shape[2], rows.window.shape[0])
+        buffers = KeyValueBuffers(1, sequences, k.shape[1], k.shape[2], rows.window.shape[0], k.device)
         return buffers.attend(0, layer.units, q, k, v, rows)
 
     @staticmethod

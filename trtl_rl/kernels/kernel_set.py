@@ -29,6 +29,7 @@ from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, Layer
 from trtl_rl.recipe import codec, formats
 
 TALL_TILES = (256, 128, 64)
+CUDA_ROWS = 256
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 Progress = Callable[[str, int, int], None]
 
@@ -72,9 +73,12 @@ class KernelSet:
         build: Compile what the cache lacks; False in an engine, which only loads what the trainer compiled.
         packages: Directory whose compiled units are taken before those of the cache (an engine directory's).
         progress: Called with a text, the number of units done and their total while units are compiled.
+        device: ``cpu``, or a CUDA device: there units run eagerly, on a fixed number of rows a call, since CUDA's libraries
+            choose algorithms by shape.
 
     Attributes:
         identity: Hash of the units' sources, torch, instruction set and compiler. Equal identities give equal bits.
+        fixed_rows: Rows of every call of a shared unit, or None where any number of whole tiles has the same bits.
         compile_seconds: Time spent compiling, 0 with a warm cache.
     """
 
@@ -86,7 +90,11 @@ class KernelSet:
         build: bool = True,
         packages: Path | None = None,
         progress: Progress | None = None,
+        device: str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
+        assert not (compiled and self.device.type == "cuda"), "units are compiled for CPUs only"
+        self.fixed_rows = CUDA_ROWS if self.device.type == "cuda" else None
         self.compiled = compiled
         self.backward = backward
         self.build = build
@@ -96,12 +104,14 @@ class KernelSet:
         self._tiles = [ROW_TILE]
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
         self._files: list[Path] = []
-        self.identity = _identity(compiled)
+        self.identity = _identity(compiled, self.device)
 
     @property
     def description(self) -> str:
         """For people: how the operators run."""
-        return f"{'compiled' if self.compiled else 'eager'} CPU operators {self.identity[:12]}"
+        kind = "compiled" if self.compiled else "eager"
+        name = "CUDA operators (FP8 emulated)" if self.device.type == "cuda" else "CPU operators"
+        return f"{kind} {name} {self.identity[:12]}"
 
     def prepare(self, layers: Sequence[LayerSpec], head: HeadSpec) -> None:
         """Compile or load every unit that these specs need, then check that their rows are invariant."""
@@ -154,7 +164,11 @@ class KernelSet:
     def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
         key = (unit.__name__, kind)
         if key not in self._loaded:
-            self._loaded[key] = self._load(unit, kind) if self.compiled else _eager(unit, kind, self._tile)
+            run = self._load(unit, kind) if self.compiled else _eager(unit, kind, self._tile)
+            shared = unit not in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
+            if self.fixed_rows is not None and shared:
+                run = in_fixed_rows(run, _row_inputs(unit, kind), self.fixed_rows)
+            self._loaded[key] = run
         return self._loaded[key]
 
     def _path(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Path:
@@ -177,7 +191,7 @@ class KernelSet:
 
         if not unit.tiled:
             return run
-        is_rows = [dynamic is not None for dynamic in unit(kind).example().dynamic]
+        is_rows = _row_inputs(unit, kind)
 
         def run_tiles(inputs: Sequence[Tensor]) -> list[Tensor]:
             tile = self._tile(inputs[0].shape[0])
@@ -198,6 +212,8 @@ class KernelSet:
         specs = {spec for layer in layers for spec in (*layer.qkv, layer.o, *layer.gate_up, layer.down)} | {head.linear}
         shapes = {(spec.in_features, spec.columns) for spec in specs}
         shapes |= {(spec.in_features, spec.down_columns) for spec in specs if spec.adapted}
+        if self.fixed_rows is not None:
+            return
         generator = torch.Generator().manual_seed(1)
         tiles = list(TALL_TILES)
         for k, n in sorted(shapes):
@@ -224,7 +240,7 @@ class KernelSet:
         for tensor, dynamic in zip(example.inputs, example.dynamic, strict=True):
             shape = [rows_checked, *tensor.shape[1:]] if dynamic else list(tensor.shape)
             scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[0] ** -0.5
-            wide.append((torch.randn(shape, generator=generator) * scale).to(tensor.dtype))
+            wide.append((torch.randn(shape, generator=generator) * scale).to(self.device, tensor.dtype))
         run = self._unit(unit, kind)
         with torch.inference_mode():
             whole = run(wide)
@@ -249,13 +265,15 @@ class KernelSet:
         values = torch.randn(slots, kind.kv_heads, length, kind.head_dim, generator=generator)
         sequence = torch.randint(slots, (2 * ROW_TILE,), generator=generator)
         position = torch.randint(2 * KEY_TILE, (2 * ROW_TILE,), generator=generator)
+        q, keys, values, sequence, position = (x.to(self.device) for x in (q, keys, values, sequence, position))
         run = self._unit(units.Attention, kind)
         with torch.inference_mode():
-            (whole,) = run([q, keys, values, sequence, position, torch.arange(length)])
+            window = torch.arange(length, device=self.device)
+            (whole,) = run([q, keys, values, sequence, position, window])
             rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
             short = [keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE]]
-            (part,) = run([q[rows], *short, sequence[rows], position[rows], torch.arange(2 * KEY_TILE)])
-            eager = ops.attention_by_tiles(q, keys, values, sequence, position, torch.arange(length))
+            (part,) = run([q[rows], *short, sequence[rows], position[rows], window[: 2 * KEY_TILE]])
+            eager = ops.attention_by_tiles(q, keys, values, sequence, position, window)
         self._require(
             units.Attention, torch.equal(whole[rows], part), torch.allclose(whole, eager, atol=1e-4, rtol=1e-4)
         )
@@ -266,6 +284,7 @@ class KernelSet:
         ids = torch.randint(kind.vocab, (2 * ROW_TILE,), generator=generator)
         temperature = torch.rand(2 * ROW_TILE, generator=generator) + 0.5
         rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
+        logits, ids, temperature = (x.to(self.device) for x in (logits, ids, temperature))
         run = self._unit(units.TokenLogprob, kind)
         with torch.inference_mode():
             whole, part = run([logits, ids, temperature]), run([logits[rows], ids[rows], temperature[rows]])
@@ -303,12 +322,41 @@ def _eager(unit: type[units.Unit], kind: Any, tile: Callable[[int], int] | None 
     return run
 
 
-def _identity(compiled: bool) -> str:
+def _row_inputs(unit: type[units.Unit], kind: Any) -> list[bool]:
+    """Which inputs of a unit have one entry a row."""
+    if unit is units.Attention:
+        return [True, False, False, True, True, False]
+    return [dynamic is not None for dynamic in unit(kind).example().dynamic]
+
+
+def in_fixed_rows(run: Run, is_rows: Sequence[bool], rows: int) -> Run:
+    """Call ``run`` on ``rows`` rows at a time, the last ones filled up with zeros: whatever it does, shapes never differ."""
+
+    def chunked(inputs: Sequence[Tensor]) -> list[Tensor]:
+        total = inputs[0].shape[0]
+        parts = []
+        for start in range(0, total, rows):
+            part = [
+                linear.pad_rows(x[start : start + rows], max(0, start + rows - total)) if is_row else x
+                for x, is_row in zip(inputs, is_rows, strict=True)
+            ]
+            parts.append(run(part))
+        return [
+            torch.cat([_bits(piece) for piece in column])[:total].view(column[0].dtype)
+            for column in zip(*parts, strict=True)
+        ]
+
+    return chunked
+
+
+def _identity(compiled: bool, device: torch.device) -> str:
     parts = [
         inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, _Tiles, _exported, write_package)
     ]
     parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     parts.append(_processor_features())
+    if device.type == "cuda":
+        parts += [torch.cuda.get_device_name(device), str(torch.version.cuda), str(CUDA_ROWS)]
     parts += [f"python {sys.version_info[:2]}"]
     if compiled:
         import subprocess

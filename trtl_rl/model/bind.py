@@ -103,7 +103,8 @@ class TrainableDecoder:
         self.model = model
         self.description = describe(model)
         self.weights = DecoderWeights(self.description, kernels)
-        self.rope = RopeTables(self.description.inverse_frequencies, self.description.attention_scaling, context)
+        d = self.description
+        self.rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context, kernels.device)
         self.context = context
         self.padding = model.model.embed_tokens.padding_idx
         self.parameters = masters(model)
@@ -140,7 +141,7 @@ class TrainableDecoder:
         self.weights.load(tensors)
         self._load_gradient_operands(tensors)
         self.weights.version = version
-        self.snapshot = {**(frozen or {}), **tensors}
+        self.snapshot = {**(frozen or {}), **{name: tensor.cpu() for name, tensor in tensors.items()}}
 
     def _attach(self, layer: LayerWeights) -> None:
         """Give a layer its FP32 masters, in the order in which autograd returns their gradients."""
@@ -197,8 +198,8 @@ class TrainableDecoder:
         logprob, entropy = autograd.head_logprob(
             x,
             self.weights,
-            torch.tensor([*targets, *[0] * fill]),
-            torch.full((count + fill,), temperature),
+            torch.tensor([*targets, *[0] * fill], device=x.device),
+            torch.full((count + fill,), temperature, device=x.device),
             self.parameters["model.norm.weight"],
             head,
         )
@@ -233,7 +234,7 @@ class TrainableDecoder:
                 x = checkpoint(decoder_layer, x, layer, attend, rows, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = decoder_layer(x, layer, attend, rows)
-        return x[torch.tensor([*chosen, *[0] * (-len(chosen) % ROW_TILE)])]
+        return x[torch.tensor([*chosen, *[0] * (-len(chosen) % ROW_TILE)], device=x.device)]
 
     def _rows(self, sequences: list[list[int]]) -> Rows:
         """The sequences one after the other; the last token of each predicts nothing that is trained on."""

@@ -37,12 +37,17 @@ class Rows:
 
     @classmethod
     def make(cls, ids: Tensor, sequence: Tensor, position: Tensor, rope: RopeTables, tile: int = ROW_TILE) -> Rows:
-        """Rows of the int64 tensors ``ids``, ``sequence``, ``position`` [n]; ``tile`` is 32, or 128 for training."""
+        """Rows of the int64 tensors ``ids``, ``sequence``, ``position`` [n] in CPU memory, on the device of ``rope``.
+
+        ``tile`` is 32, or 128 for training.
+        """
         count = ids.shape[0]
         window = torch.arange(round_up(int(position.max()) + 1, KEY_TILE))
         if count % tile:
             fill = (0, -count % tile)
             ids, sequence, position = F.pad(ids, fill), F.pad(sequence, fill), F.pad(position, fill)
+        device = rope.cos.device
+        ids, sequence, position, window = (x.to(device) for x in (ids, sequence, position, window))
         cos, sin = rope.rows(position)
         return cls(ids, sequence, position, count, cos, sin, window)
 
@@ -50,14 +55,16 @@ class Rows:
 class RopeTables:
     """cos and sin for every position, [positions, head_dim] float32, from the checkpoint's inverse frequencies.
 
-    Tables are made for the longest context asked for, so that a position has the same bits on both sides.
+    Tables are made for the longest context asked for, and on the CPU, so that a position has the same bits on both sides.
     """
 
-    def __init__(self, inverse_frequencies: Sequence[float], scaling: float, positions: int) -> None:
+    def __init__(
+        self, inverse_frequencies: Sequence[float], scaling: float, positions: int, device: torch.device | None = None
+    ) -> None:
         frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), -1)
-        self.cos, self.sin = angles.cos() * scaling, angles.sin() * scaling
+        self.cos, self.sin = (angles.cos() * scaling).to(device), (angles.sin() * scaling).to(device)
 
     def rows(self, position: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[position], self.sin[position]
@@ -69,11 +76,13 @@ class KeyValueBuffers:
     What an earlier occupant left in a slot lies after the new one's position and has weight exactly zero.
     """
 
-    def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, length: int) -> None:
+    def __init__(
+        self, layers: int, slots: int, kv_heads: int, head_dim: int, length: int, device: torch.device | None = None
+    ) -> None:
         length = round_up(length, KEY_TILE)
         self.length = length
-        self.keys = [torch.zeros(slots, kv_heads, head_dim, length) for _ in range(layers)]
-        self.values = [torch.zeros(slots, kv_heads, length, head_dim) for _ in range(layers)]
+        self.keys = [torch.zeros(slots, kv_heads, head_dim, length, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(slots, kv_heads, length, head_dim, device=device) for _ in range(layers)]
 
     def attend(self, layer: int, units: LayerUnits, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Store the rows' keys and values, then attend: q [M, heads, D] → [M, heads * D]."""

@@ -74,7 +74,7 @@ class Operand:
         ups: For each part with an adapter scaling·B, [rank, N].
     """
 
-    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device | None = None) -> None:
+    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device) -> None:
         self.spec = spec
         self.names = list(names)
         self.values = torch.zeros(spec.in_features, spec.columns, device=device)
@@ -134,20 +134,20 @@ class Operand:
 class LayerWeights:
     """One decoder layer's operands, norms and units."""
 
-    def __init__(self, description: DecoderDescription, index: int, units: LayerUnits) -> None:
+    def __init__(self, description: DecoderDescription, index: int, units: LayerUnits, device: torch.device) -> None:
         d = description
         self.index = index
         self.units = units
         self.spec: LayerSpec = d.layer_spec(index)
-        self.input_norm = torch.ones(d.hidden)
-        self.post_norm = torch.ones(d.hidden)
-        self.q_norm = torch.ones(d.head_dim)
-        self.k_norm = torch.ones(d.head_dim)
+        self.input_norm = torch.ones(d.hidden, device=device)
+        self.post_norm = torch.ones(d.hidden, device=device)
+        self.q_norm = torch.ones(d.head_dim, device=device)
+        self.k_norm = torch.ones(d.head_dim, device=device)
         names = {role: d.linear_name(index, role) for role in LINEARS}
-        self.qkv = _operands(self.spec.qkv, [names[role] for role in LINEARS[:3]])
-        self.o = Operand(self.spec.o, [names["o_proj"]])
-        self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]])
-        self.down = Operand(self.spec.down, [names["down_proj"]])
+        self.qkv = _operands(self.spec.qkv, [names[role] for role in LINEARS[:3]], device)
+        self.o = Operand(self.spec.o, [names["o_proj"]], device)
+        self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]], device)
+        self.down = Operand(self.spec.down, [names["down_proj"]], device)
         # FP32 masters of a trainer in the order in which autograd returns their gradients: norms where the units take them;
         # of each operand weights and biases, unless frozen, then every A, then every B. Empty in an engine.
         self.before_parameters: list[Tensor] = []
@@ -186,10 +186,11 @@ class DecoderWeights:
         d = self.description = description
         specs = [d.layer_spec(i) for i in range(d.layers)]
         kernels.prepare(specs, d.head_spec())
-        self.embedding = torch.zeros(d.vocab, d.hidden)
-        self.layers = [LayerWeights(d, i, kernels.layer(spec)) for i, spec in enumerate(specs)]
-        self.norm = torch.ones(d.hidden)
-        self.head = Operand(d.head_spec().linear, ["lm_head"])
+        device = self.device = kernels.device
+        self.embedding = torch.zeros(d.vocab, d.hidden, device=device)
+        self.layers = [LayerWeights(d, i, kernels.layer(spec), device) for i, spec in enumerate(specs)]
+        self.norm = torch.ones(d.hidden, device=device)
+        self.head = Operand(d.head_spec().linear, ["lm_head"], device)
         self.head_units: HeadUnits = kernels.head(d.head_spec())
         self.version = -1
         self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
@@ -207,9 +208,10 @@ class DecoderWeights:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Decode a whole or partial version, given in the layout of :func:`tensor_specs`, into the operands."""
-        for name, tensor in tensors.items():
+        for name, given in tensors.items():
             if name.endswith(SCALE_SUFFIX):
                 continue
+            tensor = given.to(self.device)
             if name in self._vectors:
                 self._vectors[name].copy_(tensor)
                 continue
@@ -237,7 +239,7 @@ class DecoderWeights:
             operand.fill(module, tensor.float())
         elif tensor.dtype == torch.float8_e4m3fn:
             assert scale is not None
-            operand.fill(module, decode(tensor, scale, format))
+            operand.fill(module, decode(tensor, scale.to(self.device), format))
         else:  # a quantised head that shares the high-precision embedding
             assert module == "lm_head" and self.description.tied, f"{module} came without codes"
             operand.fill(module, decode(*encode(tensor.float(), format), format))
@@ -260,9 +262,9 @@ class DecoderWeights:
         return Coverage(tuple(sorted(out, key=lambda item: item.name)))
 
 
-def _operands(specs: Sequence[LinearSpec], names: Sequence[str]) -> list[Operand]:
+def _operands(specs: Sequence[LinearSpec], names: Sequence[str], device: torch.device) -> list[Operand]:
     rest = list(names)
-    return [Operand(spec, [rest.pop(0) for _ in spec.out_features]) for spec in specs]
+    return [Operand(spec, [rest.pop(0) for _ in spec.out_features], device) for spec in specs]
 
 
 def _tensors(operands: Sequence[Operand]) -> list[Tensor]:
