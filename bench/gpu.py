@@ -8,8 +8,9 @@ run in a process of their own, one that fails leaves its error in the file, and 
 context with it is followed by a fresh process for the rest. Exits with 2 where there is no CUDA, with 1 after a failure.
 
 Sections: ``quantisers`` (bits of the codec, and the nearest values in float64), ``products`` (against float64, and fast
-against exact), ``rows`` (a row's bits at every M from 1 to 4096), ``speed`` (forward, dgrad and wgrad of a linear against
-BF16), ``bandwidth`` (quantisers against a copy of as many bytes) and ``tiles`` (what tuning the exact GEMM could bring).
+against exact), ``rows`` (a row's bits at every M from 1 to 4096), ``parity`` (whole models: trainer against engine),
+``speed`` (forward, dgrad and wgrad of a linear against BF16), ``bandwidth`` (quantisers against a copy of as many bytes) and
+``tiles`` (what tuning the exact GEMM could bring).
 Work is taken in turns, each piece after a write of 1 GiB that empties the L2 cache and lets launches run ahead; times are
 medians of CUDA events.
 """
@@ -32,11 +33,12 @@ sys.path.insert(0, str(ROOT))  # a bare machine has the repository, not the inst
 import torch  # noqa: E402
 import triton  # noqa: E402
 from gpu_exact import Result, products, quantisers, rows  # noqa: E402
+from gpu_parity import parity  # noqa: E402
 from gpu_speed import bandwidth, speed, tiles  # noqa: E402
 
 SECONDS = 280.0  # of the whole run
 UNFINISHED = "not finished"
-SECTIONS = {section.__name__: section for section in (quantisers, products, rows, speed, bandwidth, tiles)}
+SECTIONS = {section.__name__: section for section in (quantisers, products, rows, parity, speed, bandwidth, tiles)}
 
 
 def machine() -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from test_row_invariance import engine_logprobs
 from trtl_rl.errors import UserError
 from trtl_rl.kernels.kernel_set import KernelSet, in_fixed_rows
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.recipe.recipe import Recipe
+from trtl_rl.recipe.coverage import Coverage
+from trtl_rl.recipe.recipe import Recipe, expand
 
 
 def test_every_call_has_the_same_rows() -> None:
@@ -55,6 +57,24 @@ def test_fixed_rows_change_no_bit_of_a_logprob(family: str, recipe: str) -> None
         assert torch.equal(logprob, results[0][0]) and torch.equal(gradient, results[0][1])
     prompts = [len(sequence) - answer for sequence, answer in zip(ids, models.ANSWERS, strict=True)]
     assert torch.equal(torch.cat(engine_logprobs(decoder, ids, prompts, models.CONTEXT)), results[0][0])
+
+
+@pytest.mark.slow
+def test_the_bench_compares_trainer_and_engine_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it runs once and unattended; here on the CPU, with short answers."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
+    import gpu_parity
+
+    assert expand_with(gpu_parity.quantise) == expand_with(Recipe.load("fp8_block").apply)
+    result: dict[str, Any] = {}
+    gpu_parity.parity(result, "cpu", 40, ["Qwen3"])
+    assert [(found["differing"], found["tokens"] > 200) for found in result.values()] == [(0, True)] * 2
+
+
+def expand_with(quantise: Callable[[Any], None]) -> Coverage:
+    model = models.tiny("qwen3")
+    quantise(model)
+    return expand(model)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
