@@ -16,8 +16,8 @@ help: ## Show this list
 run: $(STAMP) ## Run the bundled demo; ARGS="key=value ..." changes it
 	$(BIN)/trtl-rl run $(ARGS)
 
-test: $(STAMP) ## Run the quick tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## Run the quick tests, a file a process on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: lint types ## Lint, check types, run the slow tests
 	$(BIN)/python -m pytest -m slow

@@ -279,7 +279,7 @@ def _closing_text(trainer: Trainer, result: TrainResult) -> str:
         f"Reached {result.reason} after step {result.step}. {where}\n"
         "Your own model and data: trtl-rl run examples/gsm8k.yaml model=DIRECTORY data=FILE.jsonl, where these lines of the\n"
         "file change: model, data, task.prompt_column, rewards, sampling.max_new_tokens, optimizer.lr.\n"
-        "On a GPU: this version runs rollouts and training on the CPU; the GPU path is not there yet (see the README)."
+        "On a GPU: device=cuda emulates FP8 there, untried so far; the kernels for it are in no run yet (see the README)."
     )
 
 
