@@ -16,8 +16,8 @@ Part one lets the engine write 2,000 tokens and the trainer score them, without 
 fixed length (``recurrence.py``), synchronously, with a learning rate that falls to 0.
 
 What it cannot show: the paper saw failures at 8,000 tokens and more, with billions of parameters; this model has a third of a
-million, and trains on answers of at most 64 tokens. Such narrow layers average little of the rounding away, so that the
-mismatch of a token is far above what large models report. And the learner is a CPU's: BF16 here is FP32 sums, rounded.
+million, and trains on answers of at most 64 tokens. BF16 rounding concerns what linears read and write; attention, norms and
+the residual stream are FP32 in every arm, so the ``bf16`` arm is finer than a GPU's.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The right answer to a prompt is unique for every length. Each digit follows from digits that were written before, so an early
 mistake spoils an exact match; partial credit is for every digit that follows from what the model itself wrote. All 342 states
-but 0, 0, 0 lie on one cycle of that length: no short loop obeys the rule, and zeros, which would, get no credit. A start model
-takes half a minute of supervised training.
+but 0, 0, 0 lie on one cycle of that length: no short loop obeys the rule, and zeros, which would, get no credit. A loop with one
+mistake in it still earns most of the reward, so exact matches are reported beside it. A start model takes half
+a minute of supervised training.
 """
 
 from __future__ import annotations
