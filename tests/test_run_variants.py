@@ -47,7 +47,7 @@ def test_a_failing_reward_does_not_cost_the_updates_before_it(tmp_path: Path) ->
 def test_a_resume_takes_a_new_learning_rate_and_refuses_another_seed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     Trainer(reward_funcs=digits, args=small(run_dir, steps=2)).train()
-    with pytest.raises(UserError, match=r"^seed differ from the run that was saved"):
+    with pytest.raises(UserError, match=r"^Not as in the run that was saved: seed\."):
         Trainer(reward_funcs=digits, args=small(run_dir, steps=3, seed=7), resume=True).train()
     changed = small(run_dir, steps=3, optimizer={"lr": 0.125})
     Trainer(reward_funcs=digits, args=changed, resume=True).train()

@@ -387,8 +387,8 @@ def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
     if changed:
         digests = f" (recipe digest {saved.get('recipe')} in the checkpoint, {now['recipe']} now)"
         raise UserError(
-            f"{', '.join(changed)} differ from the run that was saved{digests if 'recipe' in changed else ''}, so it cannot "
-            "go on with them. Leave them as they were, or start a new run from its model."
+            f"Not as in the run that was saved: {', '.join(changed)}{digests if 'recipe' in changed else ''}. It cannot go on so. "
+            "Leave them as they were, or start a new run from its model."
         )
 
 
