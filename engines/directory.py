@@ -121,6 +121,12 @@ class EngineDirectory:
                     f"{path} is not whole: {name} has {file.stat().st_size} bytes, {entry.size} were written. Build it again "
                     "with trtl-rl build-engine."
                 )
+        listed = {found._file(name) for name in found.files}
+        for file in (path / "kernels").rglob("*"):
+            if file.is_file() and file not in listed:
+                raise UserError(
+                    f"{file} was put into {path} after the engine was built; operators are code. Remove it."
+                )
         return found
 
     def check(self, progress: Progress | None = None, under: str = "") -> None:

@@ -175,3 +175,16 @@ def test_a_merged_or_second_adapter_is_refused() -> None:
         read_adapters(model.get_base_model())
     model.set_adapter("other")
     assert {adapter.rank for adapter in read_adapters(model.get_base_model())} == {4}
+
+
+def test_adapters_that_change_under_a_bound_model_are_noticed() -> None:
+    """Merged after binding, an adapter would count twice."""
+    model = adapted("qwen2")
+    decoder = bound(model)
+    model.merge_adapter()
+    with pytest.raises((RuntimeError, UserError), match="merged"):
+        decoder.refresh(1)
+    model.unmerge_adapter()
+    decoder.model.model.layers[0].self_attn.q_proj.scale_layer(2.0)
+    with pytest.raises(RuntimeError, match="adapters changed"):
+        decoder.refresh(1)

@@ -103,6 +103,22 @@ def test_dgrad_takes_the_codes_of_the_weight_when_the_forward_pass_does_not(tmp_
     assert decoder.weights.coverage() == decoder.description.coverage
 
 
+def test_weights_of_dgrad_are_those_of_the_newest_version(tmp_path: Path) -> None:
+    """Of a linear too whose own weight is not quantised, but which runs as one GEMM with others whose is."""
+    file = Path(variant(tmp_path, fprop="bf16"))
+    file.write_text(file.read_text() + "    - quantizer_name: '*q_proj.weight_quantizer'\n      enable: false\n")
+    decoder = models.bind(models.tiny("qwen3"), str(file))
+    with torch.no_grad():
+        for parameter in decoder.model.parameters():
+            parameter.mul_(2)
+    decoder.refresh(1)
+    for layer in decoder.weights.layers:
+        for operand in layer.operands():
+            forward, backward = operand.tensors()[0], operand.gradient_tensors()[0]
+            assert float((forward - backward).norm() / forward.norm()) < 0.05
+        assert torch.equal(layer.qkv[0].tensors()[0][:, :96], layer.qkv[0].gradient_tensors()[0][:, :96])
+
+
 def test_compute_bf16_rounds_what_each_linear_returns(tmp_path: Path) -> None:
     recipe = variant(tmp_path, compute="bf16")
     decoder = models.bind(models.tiny("qwen2"), recipe)

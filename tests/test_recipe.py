@@ -306,6 +306,8 @@ WRONG = {
         ),
         "cfg is a list",
     ),
+    "arguments without keys": ((ARGUMENTS, "foo"), "must be keys and values"),
+    "a list of precisions": (("compute: fp32", "compute: [fp32]"), "compute must be one of bf16, fp32"),
     "unknown precision": (("compute: fp32", "compute: fp16"), "compute must be one of bf16, fp32"),
     "unknown rounding": ((ARGUMENTS, "{block: [1, 1], scale: inverse, round: up}"), "round must be one of fp32, pow2"),
     "unknown gradient": (("dgrad: fp8", "dgrad: fp4"), "dgrad must be one of bf16, fp8"),

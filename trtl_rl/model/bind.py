@@ -123,11 +123,13 @@ class TrainableDecoder:
 
         Raises:
             FloatingPointError: a weight is not finite; names the tensor.
-            RuntimeError: a quantiser of the model is not what it was when the model was bound; names the linear.
+            RuntimeError: quantisers or adapters of the model are not what they were when it was bound; names the linear.
         """
         changed = self.description.coverage.difference(expand(self.model))
         if changed:
             raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
+        if read_adapters(self.model) != self.description.adapters:
+            raise RuntimeError("The model's adapters changed after it was bound; bind it again.")
         frozen = self.snapshot if self.description.adapters else {}
         self.load(quantise_parameters(self.parameters, self.description, frozen), version, frozen)
         return self.snapshot

@@ -106,7 +106,9 @@ class Operand:
     def fill(self, name: str, values: Tensor) -> None:
         """Store the decoded weight [N, K] float32 of the part ``name``."""
         start = self._starts[name]
-        self.values[:, start : start + values.shape[0]].copy_(values.t())
+        for operand in (self.values, self.gradient_values):  # fill_gradient comes after, for the parts that differ
+            if operand is not None:
+                operand[:, start : start + values.shape[0]].copy_(values.t())
 
     def fill_gradient(self, name: str, values: Tensor) -> None:
         """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""

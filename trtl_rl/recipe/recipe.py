@@ -231,6 +231,8 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
     for key in cfg.keys() - _ATTRIBUTES:
         raise UserError(f"{where}: '{key}' has no effect on backend {BACKEND}.{nearest(key, _ATTRIBUTES)}")
     arguments = cfg.get("backend_extra_args") or {}
+    if not isinstance(arguments, dict):
+        raise UserError(f"{where}: backend_extra_args must be keys and values, got {arguments!r}.")
     for key in arguments.keys() - _ARGUMENTS:
         raise UserError(f"{where}: unknown backend argument '{key}'.{nearest(key, _ARGUMENTS)}")
     block = arguments.get("block")
@@ -245,7 +247,7 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
         "compute": {"fp32", "bf16"},
     }
     for key, values in allowed.items():
-        if (key in arguments or key == "scale") and arguments.get(key) not in values:
+        if (key in arguments or key == "scale") and arguments.get(key) not in sorted(values):
             raise UserError(f"{where}: {key} must be one of {', '.join(sorted(values))}, got {arguments.get(key)!r}.")
 
 
