@@ -237,6 +237,15 @@ def test_a_wrong_directory_is_refused_by_name(copy: Path, case: str) -> None:
         EngineDirectory.open(copy).check()
 
 
+def test_operators_that_were_put_there_later_are_refused(copy: Path) -> None:
+    """Operators are code, and an engine would load them by their name."""
+    foreign = copy / "kernels" / "x" / "BeforeAttention-0.pt2"
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.write_bytes(b"code")
+    with pytest.raises(UserError, match="put into"):
+        EngineDirectory.open(copy)
+
+
 def test_edited_weights_are_not_loaded_even_when_nobody_checks_files(copy: Path) -> None:
     flip(copy / WEIGHTS)
     with pytest.raises(UserError, match="weights were changed"):
