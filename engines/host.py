@@ -330,6 +330,7 @@ class _Child:
         slots: int,
         context: int,
         stop_ids: list[int],
+        positions: int | None = None,
     ) -> None:
         from trtl_rl.engines.torch_engine.engine import TorchEngine
         from trtl_rl.kernels.kernel_set import KernelSet
@@ -342,7 +343,12 @@ class _Child:
                 "Python environments differ in torch, compiler or trtl-rl."
             )
         self._engine = TorchEngine(
-            DecoderDescription.from_json(description), own, slots=slots, context=context, stop_ids=stop_ids
+            DecoderDescription.from_json(description),
+            own,
+            slots=slots,
+            context=context,
+            positions=positions,
+            stop_ids=stop_ids,
         )
 
     def _do_load(self, directory: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_with_adapters_backward_computes_no_gradient_of_a_frozen_weight() -> Non
     object.__setattr__(layer.units, "after_backward", watched)
     decoder.forward(models.sequences(61), list(models.ANSWERS), 1.0)[0].sum().backward()
     # A of o and its B; the norm's weight; A and B of up; A and B of down
-    assert sizes == [(96, 6), (6, 96), (96,), (96, 3), (3, 160), (160, 6), (6, 96)]
+    assert sizes == [(6, 96), (96, 6), (96,), (3, 96), (160, 3), (6, 160), (96, 6)]
     assert all(p.grad is None for name, p in decoder.model.named_parameters() if ".lora_" not in name)
 
 

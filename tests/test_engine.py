@@ -10,10 +10,11 @@ from demo import CONTEXT, EOS, PROMPT, ask, drain, load, make_decoder, make_engi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import trtl_rl.engines.torch_engine.engine as engine_module
+import trtl_rl.engines.torch_engine.scheduler as scheduler_module
 from trtl_rl.engines.torch_engine.engine import TorchEngine
-from trtl_rl.engines.torch_engine.sampler import random_stream, sample_tokens
+from trtl_rl.engines.torch_engine.sampler import random_stream
 from trtl_rl.errors import EngineError, UserError
+from trtl_rl.kernels.ops import sample_tokens
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.rollout import Completion, Request
 
@@ -93,7 +94,7 @@ def test_the_order_of_submission_does_not_change_a_completion(
 def test_a_prompt_that_is_prefilled_in_parts_gives_the_same_tokens(
     decoder: TrainableDecoder, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PREFILL_ROWS", 9)
+    monkeypatch.setattr(scheduler_module, "PREFILL_ROWS", 9)
     engine = ready(decoder, slots=6)
     engine.submit(mixed_requests())
     assert drain(engine) == alone
@@ -153,7 +154,7 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(temperature: float
     n = 200_000
     logits = torch.tensor([1.5, -float("inf"), 0.0, -1.0, 2.0, -3.0, -float("inf")])
     uniform = torch.from_numpy(np.random.Generator(np.random.Philox(key=1)).random(n))
-    tokens = sample_tokens(
+    tokens, _ = sample_tokens(
         logits.expand(n, -1), torch.full((n,), temperature), uniform, torch.zeros(n, dtype=torch.bool)
     )
     counts = torch.bincount(tokens, minlength=len(logits)).double()
@@ -172,13 +173,13 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(temperature: float
 )
 def test_a_token_of_probability_zero_is_never_drawn(logits: list[float], uniform: float, temperature: float) -> None:
     row = torch.tensor([[*logits, 0.0, -float("inf")]])
-    chosen = sample_tokens(row, torch.tensor([temperature]), torch.tensor([uniform]), torch.tensor([False]))
+    chosen, _ = sample_tokens(row, torch.tensor([temperature]), torch.tensor([uniform]), torch.tensor([False]))
     assert float(torch.softmax(row / temperature, -1)[0, chosen]) > 0
 
 
 def test_greedy_rows_take_the_largest_logit_beside_sampled_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]] * 2)
-    drawn = sample_tokens(logits, torch.ones(2), torch.tensor([0.01, 0.01]).double(), torch.tensor([True, False]))
+    drawn, _ = sample_tokens(logits, torch.ones(2), torch.tensor([0.01, 0.01]).double(), torch.tensor([True, False]))
     assert drawn.tolist() == [1, 0]
 
 
@@ -225,7 +226,7 @@ def test_a_request_may_fill_the_context_and_not_exceed_it(decoder: TrainableDeco
 def test_cancelled_requests_end_whether_waiting_or_running(decoder: TrainableDecoder) -> None:
     engine = ready(decoder, slots=3)
     engine.submit([ask(0, samples=2, new=30), ask(1, samples=2, new=30), ask(2, new=4)])
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     engine.cancel([0, 1])
     done = {(item.request_id, item.sample): item for item in drain(engine)}
@@ -233,8 +234,8 @@ def test_cancelled_requests_end_whether_waiting_or_running(decoder: TrainableDec
     assert {key: item.finish_reason for key, item in done.items() if key[0] < 2} == dict.fromkeys(
         [(0, 0), (0, 1), (1, 0), (1, 1)], "cancelled"
     )
-    # the first step gives two tokens: one from the prefill, one from the decode
-    assert [len(done[key].ids) for key in sorted(done)[:4]] == [4, 4, 0, 0]
+    # the first step computes prompts; one sample of the second request finds room
+    assert [len(done[key].ids) for key in sorted(done)[:4]] == [3, 3, 3, 0]
     assert done[2, 0] == one_at_a_time(decoder, [ask(2, new=4)])[0]
     assert engine.unfinished == 0
     engine.cancel([0, 99])  # gone, and never there
@@ -270,6 +271,7 @@ def test_pause_continue_stops_at_once_and_goes_on_with_the_same_tokens(decoder: 
 def test_a_completion_under_way_knows_both_versions(decoder: TrainableDecoder) -> None:
     engine = ready(decoder, slots=1)
     engine.submit([ask(0, new=10), ask(1, new=10, temperature=3.0)])
+    engine.step()
     engine.step()
     decoder.weights.version = 5  # the same weights under another number
     try:

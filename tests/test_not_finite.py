@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from demo import ask, load, make_decoder, make_engine, small
@@ -22,7 +23,7 @@ from trtl_rl.kernels import autograd
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model import finite
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.kv import Rows
+from trtl_rl.model.kv import Blocks, Rows
 from trtl_rl.model.layer import decoder_layer
 from trtl_rl.model.source import find_model
 from trtl_rl.refit.sender import send
@@ -76,7 +77,8 @@ def test_an_engine_whose_activations_overflow_names_the_module_and_draws_nothing
     load(engine, decoder)
     engine.submit([ask(0, samples=2), ask(1, [5, 6])])
     with pytest.raises(EngineError, match=rf"^{module} gives NaN or infinite values while weight version 0 generates"):
-        engine.step()
+        for _ in range(2):  # the prompt, then its last token
+            engine.step()
     assert engine.take_done() == []
 
 
@@ -88,6 +90,7 @@ def test_an_overflow_that_begins_in_a_later_decode_step_is_named() -> None:
     for _ in range(4):
         engine.step()
     engine.weights.layers[1].down.values.fill_(3e38)
+    engine.weights.layers[1].pack()
     with pytest.raises(EngineError, match=r"^model\.layers\.1\.mlp\.down_proj gives"):
         engine.step()
 
@@ -99,9 +102,10 @@ def test_the_repetition_finds_every_module_of_every_architecture_finite_when_it_
     names: list[str] = []
 
     def attend(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> torch.Tensor:
-        return autograd.attention(q, k, v, layer, rows, 1)
+        return autograd.attention(q, k, v, layer, rows, blocks)
 
-    rows = Rows.make(torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.int64), torch.arange(3), decoder.rope)
+    blocks, ids = Blocks.packed([3]), np.array([5, 6, 7])
+    rows = Rows.make(ids, np.zeros(3, np.int64), np.arange(3), blocks, decoder.rope, shape=decoder.description)
     last = torch.zeros(0)
     with torch.no_grad():
         for name, value in finite._outputs(decoder.weights, attend, rows):
@@ -122,7 +126,7 @@ def test_the_check_costs_no_repetition_when_all_is_well(monkeypatch: pytest.Monk
         raise AssertionError("the pass was repeated")
 
     monkeypatch.setattr("trtl_rl.model.bind.first_not_finite", never)
-    monkeypatch.setattr("trtl_rl.engines.torch_engine.engine.first_not_finite", never)
+    monkeypatch.setattr("trtl_rl.engines.torch_engine.runner.first_not_finite", never)
     decoder = overflowing({"model.layers.1.mlp.down_proj.weight": 1e12})  # large, and still finite everywhere
     assert bool(models.logprobs(decoder).isfinite().all())
     engine = make_engine(decoder, stop_ids=[2])

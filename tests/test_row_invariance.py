@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from trtl_rl.kernels import ops, units
 from trtl_rl.kernels.kernel_set import KernelSet, LayerUnits, find_compiler
 from trtl_rl.kernels.spec import HeadSpec, LayerSpec, Part, fuse
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.kv import KeyValueBuffers, RopeTables, Rows, round_up
+from trtl_rl.model.kv import Blocks, KeyValueBuffers, RopeTables, Rows, block_length
 from trtl_rl.model.layer import forward_rows, head_logits
 from trtl_rl.model.weights import DecoderWeights
 from trtl_rl.recipe.formats import BlockFormat, LinearFormat
@@ -101,10 +102,25 @@ def test_backward_sees_the_operand_of_the_forward_pass(format: LinearFormat, k: 
 
 @pytest.mark.parametrize("n", [48, 61, 128, 500])
 @pytest.mark.parametrize("k", [96, 128, 161, 1024])
-def test_block_gemm(k: int, n: int) -> None:
-    assert_invariant(ops.block_gemm, [random(M, k), random(k, n, seed=1)], [True, False], 32)
-    x, operand = random(M, k), random(k, n, seed=1)
-    assert torch.allclose(ops.block_gemm(x, operand).double(), x.double() @ operand.double(), atol=1e-3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gemm(k: int, n: int, dtype: torch.dtype) -> None:
+    x, operand = random(M, k), random(n, k, seed=1).to(dtype)
+    assert_invariant(ops.gemm, [x, operand], [True, False], 8)
+    y = ops.gemm(x, operand)
+    assert torch.equal(ops.gemm(x, ops.pack(operand)), y)
+    exact = x.to(dtype).double() @ operand.double().t()
+    assert torch.allclose(y.double(), exact, atol=1e-3, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gemm_where_torch_comes_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, operand = random(M, 160), random(96, 160, seed=1).to(dtype)
+    with_onednn = ops.gemm(x, operand)
+    monkeypatch.setattr(ops, "ONEDNN", False)
+    monkeypatch.setattr(ops, "ONEDNN_BF16", False)
+    assert_invariant(ops.gemm, [x, operand], [True, False], 8)
+    assert torch.allclose(ops.gemm(x, operand), with_onednn, atol=1e-4, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(ops.gemm(x, ops.pack(operand)), ops.gemm(x, operand))
 
 
 @pytest.mark.parametrize("tile", [1, 7, 32])
@@ -164,6 +180,7 @@ SPECS = {
     "fp8 aligned": spec_of(FP8, qk_norm=False, bias=False, hidden=128, feed=256),
     "fp8 odd": spec_of(FP8, qk_norm=True, bias=True, hidden=136, feed=150),  # no whole vectors, two blocks of columns
     "fp8 adapters": spec_of(FP8, qk_norm=True, bias=True, rank=6),
+    "fp8 bf16": spec_of(replace(FP8, compute="bf16"), qk_norm=True, bias=True, rank=2),
 }
 
 
@@ -174,7 +191,8 @@ def unit_inputs(unit: units.Unit, seed: int = 0) -> tuple[list[torch.Tensor], li
     inputs = []
     for i, (tensor, dynamic) in enumerate(zip(example.inputs, is_rows, strict=True)):
         shape = (M, *tensor.shape[1:]) if dynamic else tuple(tensor.shape)
-        inputs.append(random(*shape, seed=seed + i) * (1.0 if dynamic else tensor.shape[0] ** -0.5))
+        scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[1] ** -0.5
+        inputs.append((random(*shape, seed=seed + i) * scale).to(tensor.dtype))
     return inputs, is_rows
 
 
@@ -183,14 +201,14 @@ def unit_inputs(unit: units.Unit, seed: int = 0) -> tuple[list[torch.Tensor], li
 def test_units_of_a_layer(unit: type[Any], spec: str) -> None:
     made = unit(SPECS[spec])
     inputs, is_rows = unit_inputs(made)
-    assert_invariant(made.forward, inputs, is_rows, 32)
+    assert_invariant(made.forward, inputs, is_rows, 8)
 
 
 @pytest.mark.parametrize("format", [NONE, FP8], ids=["none", "fp8"])
 def test_units_of_the_head(format: LinearFormat) -> None:
     head = units.Head(head_of(format))
     inputs, is_rows = unit_inputs(head)
-    assert_invariant(head.forward, inputs, is_rows, 32)
+    assert_invariant(head.forward, inputs, is_rows, 8)
     logprob = units.TokenLogprob(head_of(format))
     assert_invariant(logprob.forward, [random(M, 61) * 5, torch.arange(M) % 61, torch.ones(M)], [True] * 3, 32)
 
@@ -225,7 +243,7 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int) -> None:
     whole = run(*case.values())
     assert (whole.double() - exact_attention(case)).abs().max() < 1e-5
     is_rows = [True, False, False, True, True, False]
-    assert_invariant(run, list(case.values()), is_rows, 32)
+    assert_invariant(run, list(case.values()), is_rows, 8)
 
     with torch.inference_mode():
         for capacity, window in ((96, 96), (160, 96), (160, 160), (1024, 96), (1024, 512)):
@@ -288,14 +306,17 @@ def engine_logprobs(
     weights.load(decoder.snapshot)
     rope = RopeTables(d.inverse_frequencies, d.attention_scaling, models.CONTEXT)
     slots = [6, 2, 7, 0]
-    buffers = KeyValueBuffers(d.layers, 8, d.kv_heads, d.head_dim, capacity)
-    for tensor in (*buffers.keys, *buffers.values):
-        tensor.fill_(123.0)
+    length = block_length(capacity)
+    blocks = Blocks(np.arange(8) * length, np.full(8, length))
+    buffers = KeyValueBuffers(d.layers, blocks.positions, d.kv_heads, d.head_dim)
+    for layer in range(d.layers):
+        for tensor in buffers.view(layer, length):
+            tensor.fill_(123.0)
     out: list[list[torch.Tensor]] = [[] for _ in ids]
 
     def step(which: list[int], tokens: list[int], position: list[int]) -> torch.Tensor:
-        owner = torch.tensor([slots[i] for i in which])
-        rows = Rows.make(torch.tensor(tokens), owner, torch.tensor(position), rope)
+        owner = np.array([slots[i] for i in which])
+        rows = Rows.make(np.array(tokens), owner, np.array(position), blocks, rope, shape=d)
         return head_logits(weights, forward_rows(weights, buffers, rows))
 
     def record(i: int, row: torch.Tensor, target: int) -> None:
@@ -341,7 +362,10 @@ def operators() -> dict[str, Callable[[], Any]]:
     buffers = [random(24, 2, 24, 96, seed=1), random(24, 2, 96, 24, seed=2)]
     return {
         "quantise_rows": lambda: ops.quantise_rows(random(m, 320), FORMATS[2])[0],
-        "block_gemm": lambda: ops.block_gemm(random(m, 256), random(256, 700, seed=1)),
+        "gemm": lambda: ops.gemm(random(m, 256), random(700, 256, seed=1)),
+        "gemm in bf16": lambda: ops.gemm(random(m, 1024), random(700, 1024, seed=1).bfloat16()),
+        "gemm of 8 rows": lambda: ops.gemm(random(8, 2048), random(48, 2048, seed=1)),
+        "gemm of 8 rows in bf16": lambda: ops.gemm(random(8, 2048), random(48, 2048, seed=1).bfloat16()),
         "quantise_rows in bf16": lambda: ops.quantise_rows(random(m, 320), BF16)[0],
         "rms_norm": lambda: ops.rms_norm(random(m, 4, 72), random(72, seed=1), 1e-6),
         "rope": lambda: ops.rope(random(m, 4, 24), random(m, 24, seed=1), random(m, 24, seed=2)),
@@ -375,22 +399,6 @@ def test_the_number_of_threads_changes_no_bit_of_a_logprob(threads: Callable[[in
     assert torch.equal(*results)
 
 
-def test_buffers_copy_a_prefix_for_a_whole_group() -> None:
-    buffers = KeyValueBuffers(2, 5, 2, 8, 50)
-    assert buffers.length == round_up(50, 32) == 64
-    for layer, (keys, values) in enumerate(zip(buffers.keys, buffers.values, strict=True)):
-        keys.copy_(random(*keys.shape, seed=layer))
-        values.copy_(random(*values.shape, seed=layer + 2))
-    before = [tensor.clone() for tensor in (*buffers.keys, *buffers.values)]
-    buffers.copy_prefix(1, [0, 4], 33)
-    for old, new, keys in zip(before, (*buffers.keys, *buffers.values), (True, True, False, False), strict=True):
-        cut = (slice(None), slice(None), slice(0, 33)) if keys else (slice(None), slice(0, 33))
-        rest = (slice(None), slice(None), slice(33, None)) if keys else (slice(None), slice(33, None))
-        for slot in range(5):
-            assert torch.equal(new[slot][cut], old[1 if slot in (0, 4) else slot][cut])
-            assert torch.equal(new[slot][rest], old[slot][rest])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -400,7 +408,7 @@ def test_compiled_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     spec, head = SPECS["fp8 odd"], head_of(NONE)
     kernels = KernelSet(True)
     kernels.prepare([spec], head)
-    assert kernels.compile_seconds > 0 and len(list(tmp_path.rglob("*.pt2"))) == 5
+    assert kernels.compile_seconds > 0 and len(list(tmp_path.rglob("*.pt2"))) == 6
     made: LayerUnits = kernels.layer(spec)
 
     def compiled(run: Run) -> Run:
@@ -413,7 +421,7 @@ def test_compiled_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ]
     for unit, run in pairs:
         inputs, is_rows = unit_inputs(unit)
-        assert_invariant(run, inputs, is_rows, 32)
+        assert_invariant(run, inputs, is_rows, 8)
         for a, b in zip(outputs(unit.forward, inputs), outputs(run, inputs), strict=True):
             assert (a.float() - b.float()).abs().mean() < 1e-3 * b.float().abs().mean()  # an FP8 code may flip
     logprob = compiled(kernels.head(head).logprob)

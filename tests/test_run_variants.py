@@ -55,7 +55,7 @@ def test_a_resume_takes_a_new_learning_rate_and_refuses_another_seed(tmp_path: P
 
 
 def test_buffers_larger_than_their_budget_are_refused_before_they_are_made(tmp_path: Path) -> None:
-    config = small(tmp_path / "run", engine={"slots": 64, "cache_gib": 0.001})
+    config = small(tmp_path / "run", engine={"slots": 64, "cache_gib": 1e-5})
     with pytest.raises(UserError, match=r"engine\.cache_gib"):
         Trainer(reward_funcs=digits, args=config).train()
 

@@ -290,7 +290,7 @@ class Run:
             self._kernels.compiled,
             device=c.device,
             packages=None if (packages := self._packages()) is None else str(packages),
-            slots=self._slots(decoder, context),
+            **self._limits(decoder, context),
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
         )
@@ -334,21 +334,21 @@ class Run:
                 "choice of compile. The run uses its own.",
             )
 
-    def _slots(self, decoder: TrainableDecoder, context: int) -> int:
-        """As many as are in flight, at most 256, and as ``engine.cache_gib`` has room for."""
-        from trtl_rl.model.kv import bytes_per_slot
+    def _limits(self, decoder: TrainableDecoder, context: int) -> dict[str, int]:
+        """Slots: as many as are in flight, at most 256; positions of keys and values: what ``engine.cache_gib`` has room for."""
+        from trtl_rl.model.kv import block_length, bytes_per_position
 
         c, d = self.config, decoder.description
-        one = bytes_per_slot(d.layers, d.kv_heads, d.head_dim, context)
-        room = int(c.engine.cache_gib * 2**30 / one)
-        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
-        slots = c.engine.slots or min(_MAX_SLOTS, in_flight, max(1, room))
-        if slots > room:
+        one = bytes_per_position(d.layers, d.kv_heads, d.head_dim)
+        room, longest = int(c.engine.cache_gib * 2**30 / one), block_length(context)
+        if longest > room:
             raise UserError(
-                f"{slots} slots of {context} tokens need {slots * one / 2**30:.1f} GiB for keys and values, and "
-                f"engine.cache_gib is {c.engine.cache_gib:g}. Lower engine.slots or engine.max_context, or raise engine.cache_gib."
+                f"One completion of {context} tokens needs {longest * one / 2**30:.3g} GiB for keys and values, and "
+                f"engine.cache_gib is {c.engine.cache_gib:g}. Raise engine.cache_gib, or lower engine.max_context."
             )
-        return slots
+        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
+        slots = c.engine.slots or min(_MAX_SLOTS, in_flight)
+        return {"slots": slots, "positions": min(room, slots * longest)}
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that was saved."""

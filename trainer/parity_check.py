@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trtl_rl.engines.engine import RolloutEngine
-from trtl_rl.engines.torch_engine.engine import PREFILL_ROWS
+from trtl_rl.engines.torch_engine.scheduler import PREFILL_ROWS
 from trtl_rl.kernels.kernel_set import KernelSet
-from trtl_rl.kernels.spec import ROW_TILE
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.kv import KeyValueBuffers, RopeTables, Rows
+from trtl_rl.model.kv import Blocks, KeyValueBuffers, RopeTables, Rows
 from trtl_rl.model.layer import forward_rows, head_logits
 from trtl_rl.model.weights import DecoderWeights
 from trtl_rl.rollout import Completion, Request
@@ -229,34 +229,22 @@ def _engine_logits(
     d = weights.description
     starts = [sum(answers[:i]) for i in range(len(answers))]
     prompts = [len(sequence) - answer for sequence, answer in zip(sequences, answers, strict=True)]
-    buffers = KeyValueBuffers(
-        d.layers, len(sequences), d.kv_heads, d.head_dim, max(map(len, sequences)), weights.device
-    )
-    ids = torch.tensor([id for sequence, n in zip(sequences, prompts, strict=True) for id in sequence[:n]])
-    owner = torch.cat([torch.full((n,), i) for i, n in enumerate(prompts)])
-    position = torch.cat([torch.arange(n) for n in prompts])
-    hidden = []
-    for start in range(0, len(ids), PREFILL_ROWS):
-        part = slice(start, start + PREFILL_ROWS)
-        rows = Rows.make(ids[part], owner[part], position[part], rope)
-        hidden.append(forward_rows(weights, buffers, rows)[: rows.count])
-    last = torch.tensor(prompts).cumsum(0) - 1
-    yield torch.tensor(starts), _filled_logits(weights, torch.cat(hidden)[last])
-    for step in range(1, max(answers)):
+    blocks = Blocks.packed([len(sequence) for sequence in sequences])
+    buffers = KeyValueBuffers(d.layers, blocks.positions, d.kv_heads, d.head_dim, weights.device)
+
+    def forward(ids: Sequence[int], owner: Sequence[int], position: Sequence[int]) -> Tensor:
+        tokens, whose, at = (np.array(values, np.int64) for values in (ids, owner, position))
+        return forward_rows(weights, buffers, Rows.make(tokens, whose, at, blocks, rope, shape=d))
+
+    prefill = [(sequences[i][at], i, at) for i, n in enumerate(prompts) for at in range(n - 1)]
+    for start in range(0, len(prefill), PREFILL_ROWS):
+        ids, owner, position = zip(*prefill[start : start + PREFILL_ROWS], strict=True)
+        forward(ids, owner, position)
+    for step in range(max(answers)):
         who = [i for i, answer in enumerate(answers) if step < answer]
-        at = torch.tensor([prompts[i] + step - 1 for i in who])
-        ids = torch.tensor([sequences[i][prompts[i] + step - 1] for i in who])
-        rows = Rows.make(ids, torch.tensor(who), at, rope)
-        yield (
-            torch.tensor([starts[i] + step for i in who]),
-            _filled_logits(weights, forward_rows(weights, buffers, rows)[: len(who)]),
-        )
-
-
-def _filled_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
-    """Logits [n, V] of hidden states [n, hidden], which are filled up to whole tiles meanwhile."""
-    fill = torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[0] % ROW_TILE))
-    return head_logits(weights, fill)[: hidden.shape[0]]
+        at = [prompts[i] + step - 1 for i in who]
+        hidden = forward([sequences[i][place] for i, place in zip(who, at, strict=True)], who, at)
+        yield torch.tensor([starts[i] + step for i in who]), head_logits(weights, hidden)[: len(who)]
 
 
 @contextlib.contextmanager

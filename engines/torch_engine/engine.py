@@ -1,31 +1,29 @@
-"""The embedded engine: continuous batching over slots, with the trainer's own decoder and operators."""
+"""The embedded engine: continuous batching over slots, with the trainer's own decoder and operators.
+
+``scheduler.py`` says which rows run next, ``runner.py`` runs them, ``slots.py`` holds the state of completions.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from trtl_rl.engines.engine import InFlight
-from trtl_rl.engines.torch_engine.sampler import random_stream, sample_tokens
+from trtl_rl.engines.torch_engine.runner import Runner
+from trtl_rl.engines.torch_engine.scheduler import Scheduler
 from trtl_rl.engines.torch_engine.slots import Slots
 from trtl_rl.errors import EngineError, UserError
 from trtl_rl.kernels.kernel_set import KernelSet
-from trtl_rl.kernels.spec import ROW_TILE
 from trtl_rl.model.description import DecoderDescription
-from trtl_rl.model.finite import first_not_finite, is_finite
-from trtl_rl.model.kv import KeyValueBuffers, RopeTables, Rows
-from trtl_rl.model.layer import forward_rows, head_logits
-from trtl_rl.model.weights import DecoderWeights, LayerWeights, tensor_specs
+from trtl_rl.model.kv import block_length
+from trtl_rl.model.weights import DecoderWeights, tensor_specs
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
 from trtl_rl.refit.receiver import RefitReceiver
 from trtl_rl.rollout import Completion, Request
-
-PREFILL_ROWS = 2048  # of one forward pass; longer prompts go in several
 
 
 class TorchEngine:
@@ -35,6 +33,7 @@ class TorchEngine:
         slots: Completions generated at the same time.
         context: Longest prompt plus answer, in tokens.
         stop_ids: All end-of-sequence ids of the checkpoint.
+        positions: Positions of keys and values that all completions share; default: the longest for every slot.
     """
 
     def __init__(
@@ -45,15 +44,17 @@ class TorchEngine:
         slots: int,
         context: int,
         stop_ids: Sequence[int],
+        positions: int | None = None,
     ) -> None:
         d = description
-        self.weights = DecoderWeights(d, kernels)
+        self.weights = DecoderWeights(d, kernels, packed=True)
         self.busy_seconds = 0.0
         self.context = context
-        self._rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context, kernels.device)
-        self._buffers = KeyValueBuffers(d.layers, slots, d.kv_heads, d.head_dim, context, kernels.device)
-        self._slots = Slots(slots, context)
-        self._waiting: deque[tuple[Request, list[int]]] = deque()
+        positions = positions or slots * block_length(context)
+        assert positions >= block_length(context), "no request of the whole context would ever fit"
+        self._slots = Slots(slots, context, positions)
+        self._scheduler = Scheduler(self._slots)
+        self._runner = Runner(self.weights, self._slots, context=context, positions=positions)
         self._stops = np.zeros(d.vocab, bool)
         self._stops[list(stop_ids)] = True
         self._receiver = RefitReceiver(tensor_specs(d), d.coverage.digest)
@@ -80,10 +81,7 @@ class TorchEngine:
                     f"Request {request.id} needs {need} tokens ({len(request.ids)} of prompt), the engine's context has "
                     f"{self.context}: raise engine.max_context or lower sampling.max_new_tokens."
                 )
-        self._waiting += [(request, list(range(request.samples))) for request in requests]
-        self._waiting = deque(
-            sorted(self._waiting, key=lambda item: item[0].id >= 0)
-        )  # probes do not wait for rollouts
+        self._scheduler.submit(requests)
 
     def poll(self, timeout: float) -> list[Completion]:
         """Generate until something is finished or ``timeout`` seconds are over."""
@@ -93,16 +91,7 @@ class TorchEngine:
         return self.take_done()
 
     def cancel(self, ids: Sequence[int]) -> None:
-        cancelled = set(ids)
-        for request, samples in [item for item in self._waiting if item[0].id in cancelled]:
-            self._done += [
-                Completion(request.id, sample, [], "cancelled", self.version, self.version) for sample in samples
-            ]
-        self._waiting = deque(item for item in self._waiting if item[0].id not in cancelled)
-        for slot in self._slots.active():
-            occupant = self._slots.occupants[slot]
-            if occupant is not None and occupant.request.id in cancelled:
-                self._done.append(self._slots.release(int(slot), "cancelled", self.version))
+        self._done += self._scheduler.cancel(set(ids), self.version)
 
     def pause(self, policy: InFlight) -> None:
         if policy == "continue":
@@ -144,6 +133,7 @@ class TorchEngine:
         start = time.perf_counter()
         self.weights.load(tensors)
         self.weights.version = manifest.version
+        self._scheduler.restart_prompts()
         self._receiver.loaded()
         return RefitResult(manifest.version, digest, time.perf_counter() - start)
 
@@ -151,18 +141,18 @@ class TorchEngine:
         self._receiver.abort()
 
     def close(self) -> None:
-        self._waiting.clear()
+        self._scheduler.waiting.clear()
 
     @property
     def unfinished(self) -> int:
         """Completions that have begun."""
-        return self._slots.count - len(self._slots.free)
+        return self._slots.occupied
 
     def has_work(self) -> bool:
         """Whether a step would generate something."""
         if self._paused or self._receiver.state != "ready":
             return False
-        return self.unfinished > 0 or (bool(self._waiting) and not self._draining)
+        return self.unfinished > 0 or (bool(self._scheduler.waiting) and not self._draining)
 
     def take_done(self) -> list[Completion]:
         done, self._done = self._done, []
@@ -170,98 +160,27 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Start what fits, then generate one token for every completion."""
+        """Start what fits, then generate one token for every completion that runs."""
         if self._receiver.state != "ready":
             raise EngineError(f"The engine refuses to generate: {self._refusal()}")
         start = time.perf_counter()
         if not self._draining:
-            self._start()
-        slots = self._slots.active()
-        if len(slots):
-            rows = self._rows(self._slots.last[slots], slots, self._slots.position[slots])
-            hidden = forward_rows(self.weights, self._buffers, rows)
-            self._slots.position[slots] += 1
-            self._emit(slots, hidden, [rows])
+            self._runner.copy(self._scheduler.admit(self.version))
+        step = self._scheduler.step()
+        if step is not None:
+            tokens, logprobs = self._runner.forward(step)
+            self._emit(step.slots, tokens.numpy(), None if logprobs is None else logprobs.numpy())
+            self._runner.copy(self._scheduler.prefilled())
         self.busy_seconds += time.perf_counter() - start
 
-    def _start(self) -> None:
-        """Give free slots to waiting requests, prefill each prompt once, and draw the first tokens."""
-        started: list[tuple[Request, list[int]]] = []
-        while self._waiting and self._slots.free:
-            request, samples = self._waiting[0]
-            if len(samples) > len(self._slots.free) and len(samples) <= self._slots.count:
-                break  # a group that fits waits for room, so that its prompt is prefilled once
-            now = samples[: len(self._slots.free)]
-            del samples[: len(now)]
-            if not samples:
-                self._waiting.popleft()
-            started.append((request, [self._take(request, sample) for sample in now]))
-        if not started:
-            return
-        ids = np.concatenate([np.array(request.ids, np.int64) for request, _ in started])
-        owner = np.concatenate([np.full(len(request.ids), slots[0], np.int64) for request, slots in started])
-        position = np.concatenate([np.arange(len(request.ids), dtype=np.int64) for request, _ in started])
-        hidden, passes = [], []
-        for start in range(0, len(ids), PREFILL_ROWS):
-            part = slice(start, start + PREFILL_ROWS)
-            rows = self._rows(ids[part], owner[part], position[part])
-            hidden.append(forward_rows(self.weights, self._buffers, rows)[: rows.count])
-            passes.append(rows)
-        last = np.cumsum([len(request.ids) for request, _ in started]) - 1
-        for request, slots in started:
-            if len(slots) > 1:
-                self._buffers.copy_prefix(slots[0], slots[1:], len(request.ids))
-        repeated = np.repeat(last, [len(slots) for _, slots in started])
-        drawing = np.array([slot for _, slots in started for slot in slots], np.int64)
-        self._emit(drawing, torch.cat(hidden)[repeated], passes)
-
-    def _take(self, request: Request, sample: int) -> int:
-        uniform = random_stream(request.seed, sample, self.version, request.sampling.max_new_tokens)
-        return self._slots.take(request, sample, self.version, uniform)
-
-    def _rows(self, ids: np.ndarray, slots: np.ndarray, position: np.ndarray) -> Rows:
-        return Rows.make(torch.from_numpy(ids), torch.from_numpy(slots), torch.from_numpy(position), self._rope)
-
-    def _emit(self, slots: np.ndarray, hidden: torch.Tensor, passes: Sequence[Rows]) -> None:
-        """Draw a token for each slot from its hidden state (filling rows follow), and release what has ended.
-
-        ``passes`` are the rows that gave the hidden states: they are repeated to explain what is not finite.
-        """
-        state, n = self._slots, len(slots)
-        if hidden.shape[0] % ROW_TILE:
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[0] % ROW_TILE))
-        logits = head_logits(self.weights, hidden)
-        if not is_finite(hidden[:n], logits[:n]):
-            raise EngineError(
-                f"{self._first_not_finite(passes)} gives NaN or infinite values while weight version {self.version} generates; "
-                "the weights are finite, so activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
-            )
-        device = logits.device
-        temperature = torch.from_numpy(state.temperature[slots]).to(device)
-        uniform = torch.from_numpy(state.uniform[slots, state.generated[slots]]).to(device)
-        greedy = torch.from_numpy(state.greedy[slots]).to(device)
-        tokens = sample_tokens(logits[:n], temperature, uniform, greedy)
-        logprobs = None
-        if state.wants_logprobs[slots].any():
-            fill = logits.shape[0] - n
-            inputs = [
-                logits,
-                torch.nn.functional.pad(tokens, (0, fill)),
-                torch.nn.functional.pad(temperature, (0, fill), value=1.0),
-            ]
-            logprobs = self.weights.head_units.logprob(inputs)[0][:n].cpu().numpy()
-        drawn = tokens.cpu().numpy()
-        state.append(slots, drawn, logprobs)
-        stopped = self._stops[drawn]
+    def _emit(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
+        """Store one drawn token for each slot, and hand out what has ended."""
+        state = self._slots
+        state.append(slots, tokens, logprobs)
+        stopped = self._stops[tokens]
         ended = stopped | (state.generated[slots] >= state.limit[slots])
-        for slot, stop in zip(slots[ended], stopped[ended], strict=True):
-            self._done.append(state.release(int(slot), "stop" if stop else "length", self.version))
-
-    def _first_not_finite(self, passes: Sequence[Rows]) -> str:
-        def attend(layer: LayerWeights, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> torch.Tensor:
-            return self._buffers.attend(layer.index, layer.units, q, k, v, rows)
-
-        return first_not_finite(self.weights, passes, attend)
+        for slot, stop in zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True):
+            self._done.append(state.complete(slot, "stop" if stop else "length", self.version))
 
     def _refusal(self) -> str:
         return {

@@ -15,7 +15,7 @@ from torch import Tensor
 from trtl_rl.kernels.units import head_backward
 
 if TYPE_CHECKING:
-    from trtl_rl.model.kv import Rows
+    from trtl_rl.model.kv import Blocks, Rows
     from trtl_rl.model.weights import DecoderWeights, LayerWeights, Operand
 
 
@@ -29,20 +29,23 @@ def after_attention(x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
     return cast("Tensor", _After.apply(x, attended, layer, *layer.after_parameters))  # type: ignore[no-untyped-call]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, sequences: int) -> Tensor:
-    """Attention [M, heads * D] of packed training sequences, through the engine's unit."""
-    return cast("Tensor", _Attention.apply(q, k, v, layer, rows, sequences))  # type: ignore[no-untyped-call]
+def attention(q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, blocks: Blocks) -> Tensor:
+    """Attention [M, heads * D] of packed training sequences, through the engine's unit; zeros for filling rows."""
+    return cast("Tensor", _Attention.apply(q, k, v, layer, rows, blocks))  # type: ignore[no-untyped-call]
 
 
-def embedding(ids: Tensor, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
-    """Rows [M, hidden] of the rounded embedding; the gradient goes straight to the FP32 ``parameter``."""
-    return cast("Tensor", _Embedding.apply(ids, weights, parameter, padding))  # type: ignore[no-untyped-call]
+def embedding(rows: Rows, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
+    """Rows [M, hidden] of the rounded embedding; the gradient goes straight to the FP32 ``parameter``.
+
+    Filling rows are zeros, and so stay outside of the largest values by which WGrad scales groups of tokens.
+    """
+    return cast("Tensor", _Embedding.apply(rows, weights, parameter, padding))  # type: ignore[no-untyped-call]
 
 
 def head_logprob(
     x: Tensor, weights: DecoderWeights, ids: Tensor, temperature: Tensor, norm: Tensor, head: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logprob and entropy [M] of token ``ids`` [M] after hidden states x [M, hidden], M a multiple of 32.
+    """Logprob and entropy [M] of token ``ids`` [M] after hidden states x [M, hidden], M a multiple of 8.
 
     Logits are kept for one chunk of rows: where there are more, backward computes them again.
 
@@ -92,13 +95,15 @@ class _After(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, sequences: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerWeights, rows: Rows, blocks: Blocks) -> Tensor:
         from trtl_rl.model.kv import KeyValueBuffers
 
-        ctx.rows, ctx.sequences = rows, sequences
+        ctx.rows, ctx.sequences = rows, len(blocks.start)
         ctx.save_for_backward(q, k, v)
-        buffers = KeyValueBuffers(1, sequences, k.shape[1], k.shape[2], rows.window.shape[0], k.device)
-        return buffers.attend(0, layer.units, q, k, v, rows)
+        buffers = KeyValueBuffers(1, blocks.positions, k.shape[1], k.shape[2], k.device)
+        out = buffers.attend(0, layer.units, q, k, v, rows)
+        out[rows.count :] = 0
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -126,10 +131,12 @@ class _Attention(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids)
+    def forward(ctx: Any, rows: Rows, weights: DecoderWeights, parameter: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(rows.ids)
         ctx.shape, ctx.padding = parameter.shape, padding
-        return F.embedding(ids, weights.embedding)
+        out = F.embedding(rows.ids, weights.embedding)
+        out[rows.count :] = 0
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -199,7 +206,7 @@ def _split(operands: list[Operand], grads: list[Tensor]) -> list[Tensor]:
             if spec.bias:
                 out += grads.pop(0).split(spec.out_features)
         if spec.adapted:
-            out += [part.t() for part in grads.pop(0).split([rank for rank in spec.ranks if rank], -1)]
+            out += grads.pop(0).split([rank for rank in spec.ranks if rank])
             # The up projections carry the scaling, so their masters' gradient does too.
-            out += [grads.pop(0).t() * operand.scalings[name] for name in operand.ups]
+            out += [grads.pop(0) * operand.scalings[name] for name in operand.ups]
     return out

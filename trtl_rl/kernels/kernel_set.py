@@ -25,11 +25,11 @@ from torch import Tensor
 
 from trtl_rl.errors import EngineError
 from trtl_rl.kernels import linear, ops, spec, units
-from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE, TOKEN_TILE, HeadSpec, LayerSpec
+from trtl_rl.kernels.spec import KEY_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
-TALL_TILES = (256, 128, 64)
 CUDA_ROWS = 256
+CHECKED_ROWS = (8, 24, 32, 64, 128)  # the self-check cuts 256 rows into calls of these
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 Progress = Callable[[str, int, int], None]
 
@@ -47,10 +47,11 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class HeadUnits:
-    """The units after the last layer: final norm with head, and logprobs."""
+    """The units after the last layer: final norm with head, logprobs, and drawing tokens."""
 
     head: Run
     logprob: Run
+    sample: Run
 
 
 def cache_directory() -> Path:
@@ -101,7 +102,6 @@ class KernelSet:
         self.packages = packages
         self.compile_seconds = 0.0
         self._progress = progress or (lambda text, done, total: None)
-        self._tiles = [ROW_TILE]
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
         self._files: list[Path] = []
         self.identity = _identity(compiled, self.device)
@@ -120,7 +120,7 @@ class KernelSet:
             jobs += [(unit, layer) for unit in (units.BeforeAttention, units.Attention, units.AfterAttention)]
             if self.backward:
                 jobs += [(units.BeforeAttentionBackward, layer), (units.AfterAttentionBackward, layer)]
-        jobs += [(units.Head, head), (units.TokenLogprob, head)]
+        jobs += [(units.Head, head), (units.TokenLogprob, head), (units.Sample, head)]
         missing = [job for job in jobs if self.compiled and not self._path(*job).exists()]
         start = time.perf_counter()
         if missing and self.build:
@@ -128,12 +128,11 @@ class KernelSet:
             self.compile_seconds = time.perf_counter() - start
         for unit, kind in jobs:
             self._unit(unit, kind)
-        self._find_tiles(layers, head)
         for unit, kind in jobs:
             if unit is units.Attention:
                 self._check_attention(kind)
-            elif unit is units.TokenLogprob:
-                self._check_logprob(kind)
+            elif unit in (units.TokenLogprob, units.Sample):
+                self._check_logits(unit, kind)
             else:
                 self._check(unit, kind)
 
@@ -152,7 +151,7 @@ class KernelSet:
         )
 
     def head(self, kind: HeadSpec) -> HeadUnits:
-        return HeadUnits(self._unit(units.Head, kind), self._unit(units.TokenLogprob, kind))
+        return HeadUnits(*(self._unit(unit, kind) for unit in (units.Head, units.TokenLogprob, units.Sample)))
 
     def copy_packages(self, directory: Path) -> None:
         """Copy the compiled units that were loaded so far, so that ``packages=directory`` finds them."""
@@ -164,7 +163,7 @@ class KernelSet:
     def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
         key = (unit.__name__, kind)
         if key not in self._loaded:
-            run = self._load(unit, kind) if self.compiled else _eager(unit, kind, self._tile)
+            run = self._load(unit, kind) if self.compiled else _eager(unit, kind)
             shared = unit not in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
             if self.fixed_rows is not None and shared:
                 run = in_fixed_rows(run, _row_inputs(unit, kind), self.fixed_rows)
@@ -185,42 +184,13 @@ class KernelSet:
         self._files.append(path)
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
 
-        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-            # A package reads memory by the strides of its example: everything must be contiguous.
-            return loader.run([x if x.is_contiguous() else x.contiguous() for x in inputs])
-
-        if not unit.tiled:
-            return run
         is_rows = _row_inputs(unit, kind)
 
-        def run_tiles(inputs: Sequence[Tensor]) -> list[Tensor]:
-            tile = self._tile(inputs[0].shape[0])
-            pairs = zip(inputs, is_rows, strict=True)
-            return run([x.reshape(-1, tile, *x.shape[1:]) if rows else x for x, rows in pairs])
+        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            # A package reads memory by the strides of its example: everything must be contiguous. Weights always are.
+            return loader.run([x.contiguous() if rows else x for x, rows in zip(inputs, is_rows, strict=True)])
 
-        return run_tiles
-
-    def _tile(self, rows: int) -> int:
-        """The tallest tile that divides ``rows``."""
-        return next(tile for tile in self._tiles if rows % tile == 0)
-
-    def _find_tiles(self, layers: Sequence[LayerSpec], head: HeadSpec) -> None:
-        """Use taller tiles where every GEMM has the bits of 32 rows in them.
-
-        In which order a GEMM adds its terms depends on its shape, never on values, so random values tell.
-        """
-        specs = {spec for layer in layers for spec in (*layer.qkv, layer.o, *layer.gate_up, layer.down)} | {head.linear}
-        shapes = {(spec.in_features, spec.columns) for spec in specs}
-        shapes |= {(spec.in_features, spec.down_columns) for spec in specs if spec.adapted}
-        if self.fixed_rows is not None:
-            return
-        generator = torch.Generator().manual_seed(1)
-        tiles = list(TALL_TILES)
-        for k, n in sorted(shapes):
-            x, operand = torch.randn(TALL_TILES[0], k, generator=generator), torch.randn(k, n, generator=generator)
-            expected = ops.block_gemm(x, operand)
-            tiles = [tile for tile in tiles if torch.equal(ops.block_gemm(x, operand, tile), expected)]
-        self._tiles = [*tiles, ROW_TILE]
+        return run
 
     def _compile(self, jobs: Sequence[tuple[type[units.Unit], LayerSpec | HeadSpec]]) -> None:
         from trtl_rl.kernels.compile import compile_units
@@ -235,11 +205,11 @@ class KernelSet:
         example = unit(kind).example()
         generator = torch.Generator().manual_seed(1)
         backward = unit in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
-        rows_checked = 2 * TOKEN_TILE if backward else TALL_TILES[0]
+        rows_checked = 2 * TOKEN_TILE if backward else sum(CHECKED_ROWS)
         wide = []
         for tensor, dynamic in zip(example.inputs, example.dynamic, strict=True):
             shape = [rows_checked, *tensor.shape[1:]] if dynamic else list(tensor.shape)
-            scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[0] ** -0.5
+            scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[1] ** -0.5
             wide.append((torch.randn(shape, generator=generator) * scale).to(self.device, tensor.dtype))
         run = self._unit(unit, kind)
         with torch.inference_mode():
@@ -251,47 +221,63 @@ class KernelSet:
                 for a, b in zip(whole, eager, strict=True)
             )
             invariant = True
-            for rows in () if backward else torch.randperm(rows_checked, generator=generator).split(ROW_TILE):
-                part = run([x[rows] if d else x for x, d in zip(wide, example.dynamic, strict=True)])
-                invariant &= all(torch.equal(_bits(a)[rows], _bits(b)) for a, b in zip(whole, part, strict=True))
+            if not backward:
+                pairs = list(zip(wide, example.dynamic, strict=True))
+                packed = [x if d or x.dim() < 2 else ops.pack(x) for x, d in pairs]
+                for rows in torch.randperm(rows_checked, generator=generator).split(CHECKED_ROWS):
+                    for weights in (wide, packed):
+                        part = run([x[rows] if d else w for (x, d), w in zip(pairs, weights, strict=True)])
+                        invariant &= all(
+                            torch.equal(_bits(a)[rows], _bits(b)) for a, b in zip(whole, part, strict=True)
+                        )
         self._require(unit, invariant, correct)
 
     def _check_attention(self, kind: Any) -> None:
         """A row's bits must not depend on its company, on the capacity of the buffers or on how many keys are visited."""
         generator = torch.Generator().manual_seed(1)
-        slots, length = 4, 4 * KEY_TILE
-        q = torch.randn(2 * ROW_TILE, kind.heads, kind.head_dim, generator=generator)
+        slots, length, m = 4, 4 * KEY_TILE, 64
+        q = torch.randn(m, kind.heads, kind.head_dim, generator=generator)
         keys = torch.randn(slots, kind.kv_heads, kind.head_dim, length, generator=generator)
         values = torch.randn(slots, kind.kv_heads, length, kind.head_dim, generator=generator)
-        sequence = torch.randint(slots, (2 * ROW_TILE,), generator=generator)
-        position = torch.randint(2 * KEY_TILE, (2 * ROW_TILE,), generator=generator)
+        sequence = torch.randint(slots, (m,), generator=generator)
+        position = torch.randint(2 * KEY_TILE, (m,), generator=generator)
         q, keys, values, sequence, position = (x.to(self.device) for x in (q, keys, values, sequence, position))
         run = self._unit(units.Attention, kind)
         with torch.inference_mode():
             window = torch.arange(length, device=self.device)
             (whole,) = run([q, keys, values, sequence, position, window])
-            rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
-            short = [keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE]]
+            rows = torch.randperm(m, generator=generator)[: m // 2]
+            short = [x.contiguous() for x in (keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE])]
             (part,) = run([q[rows], *short, sequence[rows], position[rows], window[: 2 * KEY_TILE]])
             eager = ops.attention_by_tiles(q, keys, values, sequence, position, window)
         self._require(
             units.Attention, torch.equal(whole[rows], part), torch.allclose(whole, eager, atol=1e-4, rtol=1e-4)
         )
 
-    def _check_logprob(self, kind: Any) -> None:
+    def _check_logits(self, unit: type[units.Unit], kind: Any) -> None:
         generator = torch.Generator().manual_seed(1)
-        logits = torch.randn(2 * ROW_TILE, kind.vocab, generator=generator)
-        ids = torch.randint(kind.vocab, (2 * ROW_TILE,), generator=generator)
-        temperature = torch.rand(2 * ROW_TILE, generator=generator) + 0.5
-        rows = torch.randperm(2 * ROW_TILE, generator=generator)[:ROW_TILE]
-        logits, ids, temperature = (x.to(self.device) for x in (logits, ids, temperature))
-        run = self._unit(units.TokenLogprob, kind)
+        m = 64
+        logits = torch.randn(m, kind.vocab, generator=generator)
+        temperature = torch.rand(m, generator=generator) + 0.5
+        if unit is units.TokenLogprob:
+            wide = [logits, torch.randint(kind.vocab, (m,), generator=generator), temperature]
+        else:
+            uniform = torch.rand(m, generator=generator, dtype=torch.float64)
+            wide = [logits, temperature, uniform, torch.arange(m) % 4 == 0]
+        rows = torch.randperm(m, generator=generator)[: m // 2].to(self.device)
+        wide = [x.to(self.device) for x in wide]
+        run = self._unit(unit, kind)
         with torch.inference_mode():
-            whole, part = run([logits, ids, temperature]), run([logits[rows], ids[rows], temperature[rows]])
-            eager = ops.token_logprob(logits, ids, temperature)
+            whole, part = run(wide), run([x[rows] for x in wide])
+            eager = _eager(unit, kind)(wide)
         same = all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
-        close = all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(whole, eager, strict=True))
-        self._require(units.TokenLogprob, same, close)
+        # A sum's last bit may turn a draw into its neighbour.
+        close = all(
+            bool((torch.isclose(a, b, atol=1e-4, rtol=1e-4) | (a.dtype == torch.int64)).all())
+            and float((a != b).float().mean()) * (a.dtype == torch.int64) <= 0.05
+            for a, b in zip(whole, eager, strict=True)
+        )
+        self._require(unit, same, close)
 
     def _require(self, unit: type[units.Unit], invariant: bool, correct: bool) -> None:
         if not correct:
@@ -311,12 +297,10 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _eager(unit: type[units.Unit], kind: Any, tile: Callable[[int], int] | None = None) -> Run:
+def _eager(unit: type[units.Unit], kind: Any) -> Run:
     module = (units.AttentionByTiles if unit is units.Attention else unit)(kind)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        if unit.tiled and tile is not None:
-            return list(module.forward(*inputs, tile=tile(inputs[0].shape[0])))
         return list(module.forward(*inputs))
 
     return run
@@ -350,9 +334,7 @@ def in_fixed_rows(run: Run, is_rows: Sequence[bool], rows: int) -> Run:
 
 
 def _identity(compiled: bool, device: torch.device) -> str:
-    parts = [
-        inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, _Tiles, _exported, write_package)
-    ]
+    parts = [inspect.getsource(item) for item in (ops, linear, units, spec, codec, formats, write_package)]
     parts += [torch.__version__, str(compiled), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     parts.append(_processor_features())
     if device.type == "cuda":
@@ -376,46 +358,28 @@ def _processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-class _Tiles(torch.nn.Module):
-    """A unit whose row inputs come as [tiles, rows of a tile, ...], so that both numbers may vary in one package."""
-
-    def __init__(self, unit: units.Unit, is_rows: Sequence[bool]) -> None:
-        super().__init__()
-        self.unit, self.is_rows = unit, list(is_rows)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        flat = [x.reshape(-1, *x.shape[2:]) if rows else x for x, rows in zip(inputs, self.is_rows, strict=True)]
-        out: tuple[Tensor, ...] = self.unit(*flat, tile=inputs[0].shape[1])
-        return out
-
-
-def _exported(unit: units.Unit) -> tuple[torch.nn.Module, units.Example]:
-    """What is exported of a unit, and its example."""
-    example = unit.example()
-    if not unit.tiled:
-        return unit, example
-    is_rows = [dynamic is not None for dynamic in example.dynamic]
-    dims: Any = {0: torch.export.Dim("tiles", min=1, max=1 << 20), 1: torch.export.Dim("tile", min=2, max=1 << 10)}
-    inputs = [
-        torch.cat([x, x, x]).reshape(3, -1, *x.shape[1:]) if rows else x
-        for x, rows in zip(example.inputs, is_rows, strict=True)
-    ]
-    dynamic = tuple(dims if rows else None for rows in is_rows)
-    return _Tiles(unit, is_rows), units.Example(tuple(inputs), dynamic)
-
-
 def write_package(unit: units.Unit, path: Path) -> None:
     """Export a unit and write its AOTInductor package; the file appears whole or not at all."""
     import logging
     import warnings
 
+    from torch._inductor import ir, lowering, mkldnn_ir, mkldnn_lowerings
+    from torch._inductor.fx_passes import mkldnn_fusion
+
+    assert mkldnn_lowerings  # it registers a lowering that takes constant weights only, which ours replaces
+
+    def lower(x: Any, weight: Any, bias: Any, *attributes: Any) -> Any:
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, *attributes))
+
+    lowering.lowerings[torch.ops.mkldnn._linear_pointwise.default] = lower
+    mkldnn_fusion._mkldnn_fusion_init = lambda: None  # type: ignore[assignment]  # what it fuses takes constant weights only too
     path.parent.mkdir(parents=True, exist_ok=True)
-    module, example = _exported(unit)
+    example = unit.example()
     logging.getLogger("torch").setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")
         # One named argument for all tensors: units take any number of them.
-        program = torch.export.export(module, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
+        program = torch.export.export(unit, example.inputs, dynamic_shapes=(tuple(example.dynamic),))
         made = torch._inductor.aoti_compile_and_package(
             program,
             package_path=str(Path(scratch) / path.name),

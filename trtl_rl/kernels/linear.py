@@ -1,8 +1,8 @@
 """Linears with a common input, forward and backward: the recipe's three GEMMs, and low-rank adapters beside them.
 
-Arguments that describe weights come flat, as units take them. For each spec: the operand [K, sum N]; with a bias, that bias
-[sum N]; with adapters, the down projection of all parts side by side [K, ranks, filled up with zeros to whole tiles of 16],
-then for each part that has one the up projection [rank, N], with the adapter's scaling folded in.
+Arguments that describe weights come flat, as units take them. For each spec: the operand [sum N, K], float32 or with
+``compute: bf16`` bfloat16; with a bias, that bias [sum N] float32; with adapters, the A of all parts one above the other
+[ranks, K], then for each part that has one its B [N, rank] with the adapter's scaling folded in, like the operand.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from trtl_rl.kernels import ops
-from trtl_rl.kernels.spec import ROW_TILE, LinearSpec
+from trtl_rl.kernels.spec import LinearSpec
 from trtl_rl.recipe.codec import quantise_dequantise
 from trtl_rl.recipe.formats import BlockFormat
 
 
-def project(
-    x: Tensor, specs: Sequence[LinearSpec], weights: Sequence[Tensor], tile: int = ROW_TILE
-) -> tuple[Tensor, list[Tensor]]:
+def project(x: Tensor, specs: Sequence[LinearSpec], weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Linears with a common input: quantise it once for each format, multiply, add biases and adapters.
 
     Args:
         x: [M, K] float32. Adapters see it unquantised (``peft``: y = W x + b + scaling B A x).
         weights: Of each spec, flat.
-        tile: Rows of one GEMM call; M is a multiple of it.
 
     Returns:
         All outputs side by side, [M, sum N], and for each spec what backward keeps of its input: codes and scales, or
@@ -41,12 +38,11 @@ def project(
         if key not in seen:
             seen[key] = ops.quantise_rows(x, spec.format)
         operand, parts = seen[key]
-        y = ops.block_gemm(operand, rest.pop(0), tile)
-        y = ops.round_result(y + rest.pop(0) if spec.bias else y, spec.format)
+        y = ops.gemm(operand, rest.pop(0))
+        if spec.bias:
+            y = ops.round_result(y + rest.pop(0), spec.format)
         if spec.adapted:
-            y = ops.round_result(
-                y + _adapt(ops.round_result(x, spec.format), spec, _take_adapters(rest, spec), tile), spec.format
-            )
+            y = ops.round_result(y + _adapt(x, spec, _take_adapters(rest, spec)), spec.format)
         outputs.append(y)
         kept += parts
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)), kept
@@ -73,7 +69,7 @@ def project_backward(
 
     Returns:
         dX [M, K], and for each spec dW [N, K] and, with a bias, db [N], unless the spec is frozen; then, with adapters, the
-        gradients of the down projection [K, sum of ranks] and of each up projection [rank, N].
+        gradients of A [sum of ranks, K] and of each B [N, rank].
     """
     dx: Tensor | None = None
     grads: list[Tensor] = []
@@ -88,7 +84,7 @@ def project_backward(
         left = rounded = ops.round_result(part, spec.format)
         if format is not None and spec.format.dgrad == "fp8":
             left = _quantise_parts(part, spec, format)
-        step = ops.round_result(left @ operand.t(), spec.format)
+        step = _matmul(left, operand)
         dx = step if dx is None else dx + step
         if spec.bias:
             rest.pop(0)
@@ -104,18 +100,18 @@ def project_backward(
             assert x is not None
             adapters = _take_adapters(rest, spec)
             step, more = _adapt_backward(rounded, ops.round_result(x, spec.format), spec, adapters)
-            dx = dx + ops.round_result(step, spec.format)
+            dx = dx + step
             grads += more
     assert dx is not None
     return dx, grads
 
 
-def _adapt(x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor], tile: int) -> Tensor:
+def _adapt(x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor]) -> Tensor:
     """What the adapters of all parts add, [M, sum N]; zeros where a part has none."""
     down, *ups = adapters
     ranks = [rank for rank in spec.ranks if rank]
-    hidden = ops.block_gemm(x, down, tile)[:, : sum(ranks)].split(ranks, -1)
-    products = [ops.block_gemm(h.contiguous(), up, tile) for h, up in zip(hidden, ups, strict=True)]
+    hidden = ops.gemm(x, down).split(ranks, -1)
+    products = [ops.gemm(h.contiguous(), up) for h, up in zip(hidden, ups, strict=True)]
     columns = [
         products.pop(0) if rank else x.new_zeros(x.shape[0], n)
         for rank, n in zip(spec.ranks, spec.out_features, strict=True)
@@ -126,12 +122,16 @@ def _adapt(x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor], tile: int) -
 def _adapt_backward(dy: Tensor, x: Tensor, spec: LinearSpec, adapters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     down, *ups = adapters
     ranks = [rank for rank in spec.ranks if rank]
-    down = down[:, : sum(ranks)]
-    hidden = (x @ down).split(ranks, -1)
+    hidden = ops.gemm(x, down).split(ranks, -1)
     parts = [part for part, rank in zip(dy.split(spec.out_features, -1), spec.ranks, strict=True) if rank]
-    dhidden = torch.cat([part @ up.t() for part, up in zip(parts, ups, strict=True)], -1)
-    dups = [h.t() @ part for h, part in zip(hidden, parts, strict=True)]
-    return dhidden @ down.t(), [x.t() @ dhidden, *dups]
+    dhidden = torch.cat([_matmul(part, up) for part, up in zip(parts, ups, strict=True)], -1)
+    dups = [part.t() @ h for h, part in zip(hidden, parts, strict=True)]
+    return _matmul(dhidden, down), [dhidden.t() @ x, *dups]
+
+
+def _matmul(x: Tensor, operand: Tensor) -> Tensor:
+    """``x @ operand``, [M, N] float32 and [N, K] → [M, K] float32; a bfloat16 operand makes it a BF16 GEMM as in the forward."""
+    return (x.to(operand.dtype) @ operand).float()
 
 
 def _take_adapters(rest: list[Tensor], spec: LinearSpec) -> list[Tensor]:
@@ -169,10 +169,12 @@ def example_weights(specs: Sequence[LinearSpec]) -> tuple[Tensor, ...]:
     """Weights of ``specs``, flat, to export a unit with."""
     out = []
     for spec in specs:
-        out.append(torch.ones(spec.in_features, spec.columns))
+        dtype = spec.operand_dtype
+        out.append(torch.ones(spec.columns, spec.in_features, dtype=dtype))
         if spec.bias:
             out.append(torch.ones(spec.columns))
         if spec.adapted:
-            out.append(torch.ones(spec.in_features, spec.down_columns))
-            out += [torch.ones(rank, n) for rank, n in zip(spec.ranks, spec.out_features, strict=True) if rank]
+            out.append(torch.ones(sum(spec.ranks), spec.in_features, dtype=dtype))
+            pairs = zip(spec.ranks, spec.out_features, strict=True)
+            out += [torch.ones(n, rank, dtype=dtype) for rank, n in pairs if rank]
     return tuple(out)

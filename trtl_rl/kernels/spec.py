@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trtl_rl.recipe.formats import LinearFormat
 
-ROW_TILE = 32  # rows of one GEMM call and of one unit; fewer than 7 rows change the bits of a CPU GEMM
+if TYPE_CHECKING:
+    import torch
+
+ROW_TILE = 8  # rows of a unit's call are a multiple of it; a single row would change the bits of a GEMM
 TOKEN_TILE = 128  # rows of a training batch: WGrad's groups of 128 tokens
 KEY_TILE = 32  # keys of one step of attention
-RANK_TILE = 16  # columns of adapters' down projections
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class LinearSpec:
 
     Attributes:
         in_features: K.
-        out_features: N of each part, in order; the operand is [K, sum(N)].
+        out_features: N of each part, in order; the operand is [sum(N), K].
         format: Formats shared by the parts. The weight's format never enters a unit: units get decoded operands.
         ranks: Rank of the low-rank adapter of each part, 0 for a part that has none; empty if no part has one.
         frozen: Weights and biases get no gradient; adapters do.
@@ -43,13 +46,15 @@ class LinearSpec:
 
     @property
     def adapter_tensors(self) -> int:
-        """One down projection for all parts, and an up projection for each that is adapted."""
+        """The A of all parts in one tensor, and a B for each part that is adapted."""
         return 1 + sum(rank > 0 for rank in self.ranks) if self.adapted else 0
 
     @property
-    def down_columns(self) -> int:
-        """Columns of the down projection: all ranks and zeros. A CPU GEMM of 1, 5 or 6 columns is not row-invariant."""
-        return -(-sum(self.ranks) // RANK_TILE) * RANK_TILE
+    def operand_dtype(self) -> torch.dtype:
+        """What operands and adapters are stored in, and multiplied as."""
+        import torch
+
+        return torch.bfloat16 if self.format.compute == "bf16" else torch.float32
 
     @property
     def tensors(self) -> int:

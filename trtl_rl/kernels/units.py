@@ -1,8 +1,8 @@
-"""The few compiled units that trainer and engine call: before attention, attention, after attention, head, logprob.
+"""The few compiled units that trainer and engine call: before attention, attention, after attention, head, logprob, sample.
 
-A unit takes any number of row tiles, so that one artefact serves a decode step of 32 rows and a training batch of
-thousands; weights come in as decoded operands. Units also return what backward saves. The two backward units belong to
-the learner alone: backward need not be shared with an engine.
+A unit takes any number of rows that is a multiple of 8, so that one artefact serves a decode step of 8 rows and a training
+batch of thousands; weights come in as decoded operands, packed or not. Units also return what backward saves. The two
+backward units belong to the learner alone: backward need not be shared with an engine.
 
 Example inputs describe a unit for export: each is a tensor and the meaning of its first dimension.
 """
@@ -36,8 +36,6 @@ class Example:
 class Unit(nn.Module, ABC):
     """A function of tensors without state of its own."""
 
-    tiled = False  # whether ``forward`` takes ``tile``, the rows of one GEMM call
-
     @abstractmethod
     def example(self) -> Example:
         """Inputs from which the unit is exported."""
@@ -60,18 +58,16 @@ class BeforeAttention(Unit):
     keeps of each linear's input.
     """
 
-    tiled = True
-
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         s = self.spec
         x, norm, *rest = inputs
         *rest, cos, sin = rest
         q_norm, k_norm = (rest.pop(-2), rest.pop(-1)) if s.qk_norm else (None, None)
-        y, saved = project(ops.rms_norm(x, norm, s.eps), s.qkv, rest, tile)
+        y, saved = project(ops.rms_norm(x, norm, s.eps), s.qkv, rest)
         q, k, v = _heads(y, s)
         if q_norm is not None and k_norm is not None:
             q, k = ops.rms_norm(q, q_norm, s.eps), ops.rms_norm(k, k_norm, s.eps)
@@ -174,13 +170,11 @@ class AfterAttention(Unit):
     of o, of each of gate/up, the output of gate/up [M, 2F], the quantised input of down.
     """
 
-    tiled = True
-
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         s = self.spec
         x, attended, *rest = inputs
         o, norm, gate_up, down = _split_after(rest, s)
@@ -188,10 +182,10 @@ class AfterAttention(Unit):
             s.o.kept == 1
         ):  # unquantised, it would be multiplied and returned as it is: export refuses views of inputs there
             attended = attended.clone(memory_format=torch.contiguous_format)
-        y, o_in = project(attended, (s.o,), o, tile)
+        y, o_in = project(attended, (s.o,), o)
         middle = x + y
-        wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up, tile)
-        y, down_in = project(ops.silu_mul(wide), (s.down,), down, tile)
+        wide, wide_in = project(ops.rms_norm(middle, norm, s.eps), s.gate_up, gate_up)
+        y, down_in = project(ops.silu_mul(wide), (s.down,), down)
         return (middle + y, middle, *o_in, *wide_in, wide, *down_in)
 
     def example(self) -> Example:
@@ -254,15 +248,13 @@ class AfterAttentionBackward(Unit):
 class Head(Unit):
     """Final norm and output head: x [M, hidden], norm, operand (bias) → logits [M, V], and what backward keeps."""
 
-    tiled = True
-
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
 
-    def forward(self, *inputs: Tensor, tile: int = ROW_TILE) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         x, norm, *operands = inputs
-        logits, kept = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands, tile)
+        logits, kept = project(ops.rms_norm(x, norm, self.spec.eps), (self.spec.linear,), operands)
         return (logits, *kept)
 
     def example(self) -> Example:
@@ -286,6 +278,22 @@ class TokenLogprob(Unit):
         rows, m = {0: ROW_TILE * torch.export.Dim("tiles", min=1, max=1 << 20)}, 2 * ROW_TILE
         inputs = (torch.ones(m, self.spec.vocab), torch.zeros(m, dtype=torch.int64), torch.ones(m))
         return Example(inputs, (rows, rows, rows))
+
+
+class Sample(Unit):
+    """:func:`ops.sample_tokens`."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return ops.sample_tokens(*inputs)
+
+    def example(self) -> Example:
+        rows, m = {0: ROW_TILE * torch.export.Dim("tiles", min=1, max=1 << 20)}, 2 * ROW_TILE
+        uniform, greedy = torch.zeros(m, dtype=torch.float64), torch.zeros(m, dtype=torch.bool)
+        return Example((torch.ones(m, self.spec.vocab), torch.ones(m), uniform, greedy), (rows, rows, rows, rows))
 
 
 def head_backward(

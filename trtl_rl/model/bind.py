@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from trtl_rl.model.adapters import base_linear, masters, read_adapters, without_
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.finite import first_not_finite, is_finite
-from trtl_rl.model.kv import RopeTables, Rows
+from trtl_rl.model.kv import Blocks, RopeTables, Rows
 from trtl_rl.model.layer import Attend, decoder_layer
 from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, Operand, tensor_specs
 from trtl_rl.recipe.codec import decode, encode
@@ -206,7 +207,8 @@ class TrainableDecoder:
             head,
         )
         if not is_finite(x[:count], logprob[:count], entropy[:count]):
-            module = first_not_finite(self.weights, [self._rows(sequences)], self._attend(len(sequences)))
+            rows, attend = self._rows(sequences)
+            module = first_not_finite(self.weights, [rows], attend)
             raise FloatingPointError(
                 f"{module} gives NaN or infinite values in the forward pass of weight version {self.weights.version}, whose "
                 "weights are finite: activations overflow. Lower optimizer.lr, and resume from a checkpoint before that."
@@ -228,8 +230,8 @@ class TrainableDecoder:
             assert 0 <= answer < len(sequence), "the first token of an answer needs a token before it"
             end += len(sequence) - 1
             chosen += range(end - answer, end)
-        rows, attend = self._rows(sequences), self._attend(len(sequences))
-        x = autograd.embedding(rows.ids, self.weights, self.parameters["model.embed_tokens.weight"], self.padding)
+        rows, attend = self._rows(sequences)
+        x = autograd.embedding(rows, self.weights, self.parameters["model.embed_tokens.weight"], self.padding)
         for layer in self.weights.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # The forward pass has the same bits each time, so its repetition gives the same gradient.
@@ -238,19 +240,19 @@ class TrainableDecoder:
                 x = decoder_layer(x, layer, attend, rows)
         return x[torch.tensor([*chosen, *[0] * (-len(chosen) % ROW_TILE)], device=x.device)]
 
-    def _rows(self, sequences: list[list[int]]) -> Rows:
+    def _rows(self, sequences: list[list[int]]) -> tuple[Rows, Attend]:
         """The sequences one after the other; the last token of each predicts nothing that is trained on."""
         lengths = [len(sequence) - 1 for sequence in sequences]
-        ids = torch.tensor([id for sequence in sequences for id in sequence[:-1]])
-        owner = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))
-        position = torch.cat([torch.arange(n) for n in lengths])
-        return Rows.make(ids, owner, position, self.rope, TOKEN_TILE)
+        ids = np.array([id for sequence in sequences for id in sequence[:-1]], np.int64)
+        owner = np.repeat(np.arange(len(sequences), dtype=np.int64), lengths)
+        position = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+        blocks = Blocks.packed(lengths)
 
-    def _attend(self, sequences: int) -> Attend:
         def attend(layer: LayerWeights, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-            return autograd.attention(q, k, v, layer, rows, sequences)
+            return autograd.attention(q, k, v, layer, rows, blocks)
 
-        return attend
+        rows = Rows.make(ids, owner, position, blocks, self.rope, shape=self.description, tile=TOKEN_TILE)
+        return rows, attend
 
 
 def _linears(layer: Any) -> list[nn.Linear]:

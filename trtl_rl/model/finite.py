@@ -21,7 +21,6 @@ from trtl_rl.model.layer import Attend
 from trtl_rl.model.weights import DecoderWeights, LayerWeights, Operand
 
 
-@torch.no_grad()
 def is_finite(hidden: Tensor, *outputs: Tensor) -> bool:
     """Whether a pass went well.
 
@@ -31,8 +30,9 @@ def is_finite(hidden: Tensor, *outputs: Tensor) -> bool:
         outputs: What was computed of them, of any shape.
     """
     # Two cheap operators in nearly every case: what is not finite makes a sum so.
+    hidden, outputs = hidden.detach(), tuple(output.detach() for output in outputs)
     totals = [torch.linalg.vector_norm(hidden), *[output.sum() for output in outputs]]
-    if all(math.isfinite(float(total)) for total in totals):
+    if all(math.isfinite(total.item()) for total in totals):
         return True
     return all(bool(value.isfinite().all()) for value in (_squares(hidden), *outputs))
 

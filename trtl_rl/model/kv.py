@@ -1,16 +1,105 @@
-"""Rows, and the key/value buffers that they attend to: one layout for training (sequences) and decoding (slots)."""
+"""Rows, and the key/value buffers that they attend to: one layout for training (sequences) and decoding (slots).
+
+Keys and values of a layer lie in one arena of positions. A sequence owns an aligned part of it and uses that part's start
+as a block whose length it doubles as it grows, so that short sequences lie densely whatever they may grow to. All blocks of
+one length are one tensor, a view of the arena; attention is called once for each length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trtl_rl.kernels.kernel_set import LayerUnits
 from trtl_rl.kernels.spec import KEY_TILE, ROW_TILE
+
+SHORTEST = 128  # positions of the shortest block
+_ROWS_APART = 64  # so many rows are worth a call of their own when they need fewer keys
+_SCORES = 1 << 20  # of one call, bounding its memory: rows * heads * keys
+
+
+class HeadShape(Protocol):
+    """The part of a ``DecoderDescription`` that says how large a position is."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where each sequence's keys and values lie in the arena, and how long its block is now.
+
+    Attributes:
+        start: [S] int64, first position; a multiple of the length.
+        length: [S] int64.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int]) -> Blocks:
+        """Blocks for sequences of these lengths, one after the other."""
+        start, end = [], 0
+        sizes = [block_length(n) for n in lengths]
+        for size in sizes:
+            start.append(round_up(end, size))
+            end = start[-1] + size
+        return cls(np.array(start, np.int64), np.array(sizes, np.int64))
+
+    @property
+    def positions(self) -> int:
+        """Positions of an arena that holds all of them."""
+        return int((self.start + self.length).max())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rows whose keys and values go to blocks of one length.
+
+    Attributes:
+        rows: [n] int64; None: all real rows.
+        block, position: [n] int64 arrays.
+        key_index: Where in a layer's arena each number of the rows' keys goes, [n * kv_heads * D] int64.
+        value_index: The same for rows of D numbers of the values, [n * kv_heads] int64.
+    """
+
+    length: int
+    rows: Tensor | None
+    block: np.ndarray
+    position: np.ndarray
+    key_index: Tensor
+    value_index: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Rows that attend in one call.
+
+    Attributes:
+        length: Of their blocks.
+        rows: [m] int64, m a multiple of the row tile, the last ones repeated; None: all rows in order.
+        count: How many of ``rows`` are not repeated.
+        block, position: [m] int64.
+        window: [W] int64, 0..W-1: the keys that are visited, in whole key tiles.
+    """
+
+    length: int
+    rows: Tensor | None
+    count: int
+    block: Tensor
+    position: Tensor
+    window: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +113,7 @@ class Rows:
         ids, sequence, position: [M] int64, M a multiple of the tile.
         count: Rows that are real.
         cos, sin: [M, head_dim] float32.
-        window: [W] int64, 0..W-1: the keys that are visited, in whole key tiles.
+        stored, calls: What is written to the buffers, then how it is attended to.
     """
 
     ids: Tensor
@@ -33,23 +122,38 @@ class Rows:
     count: int
     cos: Tensor
     sin: Tensor
-    window: Tensor
+    stored: tuple[Stored, ...]
+    calls: tuple[AttentionCall, ...]
 
     @classmethod
-    def make(cls, ids: Tensor, sequence: Tensor, position: Tensor, rope: RopeTables, tile: int = ROW_TILE) -> Rows:
-        """Rows of the int64 tensors ``ids``, ``sequence``, ``position`` [n] in CPU memory, on the device of ``rope``.
+    def make(
+        cls,
+        ids: np.ndarray,
+        sequence: np.ndarray,
+        position: np.ndarray,
+        blocks: Blocks,
+        rope: RopeTables,
+        *,
+        shape: HeadShape,
+        tile: int = ROW_TILE,
+    ) -> Rows:
+        """Rows of the int64 arrays ``ids``, ``sequence`` (an index into ``blocks``) and ``position`` [n].
 
-        ``tile`` is 32, or 128 for training.
+        ``tile`` is 8, or 128 for training.
         """
-        count = ids.shape[0]
-        window = torch.arange(round_up(int(position.max()) + 1, KEY_TILE))
-        if count % tile:
-            fill = (0, -count % tile)
-            ids, sequence, position = F.pad(ids, fill), F.pad(sequence, fill), F.pad(position, fill)
+        count = len(ids)
         device = rope.cos.device
-        ids, sequence, position, window = (x.to(device) for x in (ids, sequence, position, window))
-        cos, sin = rope.rows(position)
-        return cls(ids, sequence, position, count, cos, sin, window)
+        fill = (0, -count % tile)
+        places = _places(sequence, position, blocks, shape, device)
+        calls = [call for place in places for call in _calls(place, shape.heads, device)]
+        if len(calls) == 1 and calls[0].rows is None:
+            calls = [_filled(calls[0], fill[1])]
+        tensors = [torch.from_numpy(x) for x in (ids, sequence, position)]
+        if fill[1]:
+            tensors = [F.pad(x, fill) for x in tensors]
+        padded = [x.to(device) for x in tensors]
+        cos, sin = rope.rows(padded[2])
+        return cls(padded[0], padded[1], padded[2], count, cos, sin, tuple(places), tuple(calls))
 
 
 class RopeTables:
@@ -71,41 +175,156 @@ class RopeTables:
 
 
 class KeyValueBuffers:
-    """Keys and values by layer, slot and position: keys [S, kv_heads, D, L], values [S, kv_heads, L, D], float32.
+    """Keys and values of all layers: an arena of positions each, float32.
 
-    What an earlier occupant left in a slot lies after the new one's position and has weight exactly zero.
+    In blocks of length L keys are [blocks, kv_heads, D, L] and values [blocks, kv_heads, L, D]. What an earlier occupant
+    left behind a sequence's last position has weight exactly zero.
     """
 
     def __init__(
-        self, layers: int, slots: int, kv_heads: int, head_dim: int, length: int, device: torch.device | None = None
+        self, layers: int, positions: int, kv_heads: int, head_dim: int, device: torch.device | None = None
     ) -> None:
-        length = round_up(length, KEY_TILE)
-        self.length = length
-        self.keys = [torch.zeros(slots, kv_heads, head_dim, length, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(slots, kv_heads, length, head_dim, device=device) for _ in range(layers)]
+        self.positions = round_up(positions, SHORTEST)
+        self._shape = kv_heads, head_dim
+        size = self.positions * kv_heads
+        self._keys = [torch.zeros(size * head_dim, device=device) for _ in range(layers)]
+        self._values = [torch.zeros(size, head_dim, device=device) for _ in range(layers)]
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def view(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer in blocks of ``length``."""
+        if (layer, length) not in self._views:
+            heads, d = self._shape
+            blocks = self.positions // length
+            used = blocks * heads * length
+            keys, values = self._keys[layer][: used * d], self._values[layer][:used]
+            self._views[layer, length] = keys.view(blocks, heads, d, length), values.view(blocks, heads, length, d)
+        return self._views[layer, length]
 
     def attend(self, layer: int, units: LayerUnits, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Store the rows' keys and values, then attend: q [M, heads, D] → [M, heads * D]."""
         n = rows.count
-        sequence, position = rows.sequence[:n], rows.position[:n]
-        self.keys[layer][sequence, :, :, position] = k[:n]
-        self.values[layer][sequence, :, position] = v[:n]
-        inputs = [q, self.keys[layer], self.values[layer], rows.sequence, rows.position, rows.window]
-        return units.attention(inputs)[0]
+        for part in rows.stored:
+            key, value = (k[:n], v[:n]) if part.rows is None else (k[part.rows], v[part.rows])
+            self._keys[layer].scatter_(0, part.key_index, key.reshape(-1))
+            self._values[layer].index_copy_(0, part.value_index, value.reshape(-1, value.shape[-1]))
+        if rows.calls[0].rows is None:
+            return self._attend(layer, units, q, rows.calls[0])
+        out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+        for call in rows.calls:
+            assert call.rows is not None
+            attended = self._attend(layer, units, q[call.rows], call)
+            out[call.rows[: call.count]] = attended[: call.count]
+        return out
 
-    def copy_prefix(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give the slots ``targets`` the first ``length`` positions of ``source``: one prefill for a whole group."""
-        index = torch.tensor(list(targets))
-        for keys, values in zip(self.keys, self.values, strict=True):
-            keys[index, :, :, :length] = keys[source, :, :, :length]
-            values[index, :, :length] = values[source, :, :length]
+    def _attend(self, layer: int, units: LayerUnits, q: Tensor, call: AttentionCall) -> Tensor:
+        keys, values = self.view(layer, call.length)
+        return units.attention([q, keys, values, call.block, call.position, call.window])[0]
+
+    def copy_prefix(self, source: tuple[int, int], targets: Blocks, count: int) -> None:
+        """Give blocks the first ``count`` positions of the block ``source`` (start, length): one prefill for a whole group."""
+        start, length = source
+        for size in np.unique(targets.length).tolist():
+            index = torch.from_numpy(targets.start[targets.length == size] // size)
+            for layer in range(len(self._keys)):
+                keys, values = self.view(layer, length)
+                key, value = keys[start // length, :, :, :count], values[start // length, :, :count]
+                keys, values = self.view(layer, size)
+                keys[index, :, :, :count] = key
+                values[index, :, :count] = value
+
+    def lengthen(self, start: np.ndarray, length: int, longer: int) -> None:
+        """Lay out the blocks at ``start`` [n], of ``length``, as blocks of ``longer``; their content stays."""
+        before, after = torch.from_numpy(start // length), torch.from_numpy(start // longer)
+        for layer in range(len(self._keys)):
+            keys, values = self.view(layer, length)
+            key, value = keys[before], values[before]  # copies: old and new layout overlap
+            keys, values = self.view(layer, longer)
+            keys[after, :, :, :length] = key
+            values[after, :, :length] = value
 
 
-def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, length: int) -> int:
-    """Memory of one slot's keys and values over ``length`` positions."""
-    return 2 * 4 * layers * kv_heads * head_dim * round_up(length, KEY_TILE)
+def block_length(positions: int) -> int:
+    """The shortest block that holds so many positions: 128 or 192 times a power of two."""
+    power = SHORTEST
+    while power < positions:
+        power *= 2
+    shorter = power // 4 * 3
+    return shorter if power > SHORTEST and positions <= shorter else power
+
+
+def first_length(positions: int, whole: int) -> int:
+    """Length of the block in which a sequence that may fill ``whole`` positions (a block length) starts with ``positions``."""
+    length = whole
+    while length % 2 == 0 and length // 2 >= max(positions, SHORTEST):
+        length //= 2
+    return length
+
+
+def bytes_per_position(layers: int, kv_heads: int, head_dim: int) -> int:
+    """Memory of one position's keys and values in all layers."""
+    return 2 * 4 * layers * kv_heads * head_dim
 
 
 def round_up(n: int, multiple: int) -> int:
     """The least multiple that is not below ``n``."""
     return -(-n // multiple) * multiple
+
+
+def _places(
+    sequence: np.ndarray, position: np.ndarray, blocks: Blocks, shape: HeadShape, device: torch.device
+) -> list[Stored]:
+    """One entry for each length of blocks."""
+    lengths = blocks.length[sequence]
+    out = []
+    different = np.unique(lengths).tolist()
+    for length in different:
+        rows = None if len(different) == 1 else np.flatnonzero(lengths == length)
+        chosen = slice(None) if rows is None else rows
+        at, start = position[chosen], blocks.start[sequence[chosen]]
+        first, d = start * shape.kv_heads, shape.head_dim  # of a block in the arena, in rows of D numbers
+        keys = (first * d + at)[:, None] + np.arange(shape.kv_heads * d) * length
+        values = (first + at)[:, None] + np.arange(shape.kv_heads) * length
+        kept = None if rows is None else torch.from_numpy(rows).to(device)
+        index = [torch.from_numpy(x.reshape(-1)).to(device) for x in (keys, values)]
+        out.append(Stored(length, kept, start // length, at, index[0], index[1]))
+    return out
+
+
+def _calls(place: Stored, heads: int, device: torch.device) -> Iterator[AttentionCall]:
+    """Cut rows of one block length where that saves visiting keys, and so that no call holds too many scores."""
+    position = place.position
+    n, largest = len(position), int(position.max()) + 1
+    window = round_up(largest, KEY_TILE)
+    if place.rows is None and (n < 2 * _ROWS_APART or largest <= SHORTEST) and n * heads * window <= _SCORES:
+        block, at = torch.from_numpy(place.block).to(device), torch.from_numpy(position).to(device)
+        yield AttentionCall(place.length, None, n, block, at, torch.arange(window, device=device))
+        return
+    order = np.argsort(position, kind="stable")
+    ordered = position[order]
+    step = max(SHORTEST, place.length // 8)
+    begin = 0
+    for end in [*(np.flatnonzero(np.diff(ordered // step)) + 1).tolist(), n]:
+        if end - begin < _ROWS_APART and end < n:
+            continue
+        most = _SCORES // (heads * round_up(int(ordered[end - 1]) + 1, KEY_TILE)) // ROW_TILE * ROW_TILE
+        for first in range(begin, end, max(most, ROW_TILE)):
+            last = min(first + max(most, ROW_TILE), end)
+            yield _call(place, order[first:last], round_up(int(ordered[last - 1]) + 1, KEY_TILE), device)
+        begin = end
+
+
+def _call(place: Stored, chosen: np.ndarray, window: int, device: torch.device) -> AttentionCall:
+    count = len(chosen)
+    index = np.concatenate([chosen, np.repeat(chosen[-1:], -count % ROW_TILE)])
+    rows, block, position = (torch.from_numpy(x).to(device) for x in (index, place.block[index], place.position[index]))
+    rows = rows if place.rows is None else place.rows[rows]
+    return AttentionCall(place.length, rows, count, block, position, torch.arange(window, device=device))
+
+
+def _filled(call: AttentionCall, fill: int) -> AttentionCall:
+    """The one call of all rows, with those that fill up the last tile."""
+    if not fill:
+        return call
+    block, position = F.pad(call.block, (0, fill)), F.pad(call.position, (0, fill))
+    return AttentionCall(call.length, None, call.count, block, position, call.window)

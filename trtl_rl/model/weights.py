@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trtl_rl.kernels.kernel_set import HeadUnits, KernelSet, LayerUnits
+from trtl_rl.kernels.ops import pack
 from trtl_rl.kernels.spec import LayerSpec, LinearSpec
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.recipe.codec import decode, encode
@@ -67,33 +68,36 @@ def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
 
 
 class Operand:
-    """What one GEMM needs: its right side [K, sum N] float32, bias and adapters; parts are checkpoint linears side by side.
+    """What one GEMM needs: the weight [sum N, K], bias and adapters; parts are checkpoint linears one above the other.
 
     Attributes:
-        down: A of all parts side by side, [K, ranks and columns of zeros], or None.
-        ups: For each part with an adapter scaling·B, [rank, N].
+        values: The decoded weight, float32 or with ``compute: bf16`` bfloat16.
+        down: A of all parts, [ranks, K], or None.
+        ups: For each part with an adapter scaling·B, [N, rank].
     """
 
     def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device) -> None:
         self.spec = spec
         self.names = list(names)
-        self.values = torch.zeros(spec.in_features, spec.columns, device=device)
+        dtype = spec.operand_dtype
+        self.values = torch.zeros(spec.columns, spec.in_features, dtype=dtype, device=device)
         self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
+        self.packed: Tensor | None = None  # an engine's: ``values`` as decoding multiplies them fastest
         self.gradient_values: Tensor | None = None  # a learner's, where DGrad and the forward pass see other weights
-        self.down = torch.zeros(spec.in_features, spec.down_columns, device=device) if spec.adapted else None
+        self.down = torch.zeros(sum(spec.ranks), spec.in_features, dtype=dtype, device=device) if spec.adapted else None
         self.ups = {
-            name: torch.zeros(rank, n, device=device)
+            name: torch.zeros(n, rank, dtype=dtype, device=device)
             for name, rank, n in zip(names, spec.ranks or (0,) * len(names), spec.out_features, strict=True)
             if rank
         }
         self.scalings: dict[str, float] = {}
         self.formats: dict[str, BlockFormat | None] = {}
-        self._columns = dict(zip(self.ups, _starts([rank for rank in spec.ranks if rank]), strict=True))
+        self._rank_starts = dict(zip(self.ups, _starts([rank for rank in spec.ranks if rank]), strict=True))
         self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
 
     def tensors(self) -> list[Tensor]:
         """What a unit takes: the operand; the bias, if there is one; the adapters' down and up projections."""
-        return self._with(self.values)
+        return self._with(self.values if self.packed is None else self.packed)
 
     def gradient_tensors(self) -> list[Tensor]:
         """What a backward unit takes."""
@@ -108,23 +112,23 @@ class Operand:
         start = self._starts[name]
         for operand in (self.values, self.gradient_values):  # fill_gradient comes after, for the parts that differ
             if operand is not None:
-                operand[:, start : start + values.shape[0]].copy_(values.t())
+                operand[start : start + values.shape[0]].copy_(values)
 
     def fill_gradient(self, name: str, values: Tensor) -> None:
         """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""
         if self.gradient_values is None:
             self.gradient_values = self.values.clone()
         start = self._starts[name]
-        self.gradient_values[:, start : start + values.shape[0]].copy_(values.t())
+        self.gradient_values[start : start + values.shape[0]].copy_(values)
 
     def fill_adapter(self, name: str, a: Tensor | None, b: Tensor | None, scaling: float) -> None:
         """Store A [rank, K] or B [N, rank] of the part ``name``; scaling goes into B."""
         if a is not None:
             assert self.down is not None
-            start = self._columns[name]
-            self.down[:, start : start + a.shape[0]].copy_(a.t())
+            start = self._rank_starts[name]
+            self.down[start : start + a.shape[0]].copy_(a)
         if b is not None:
-            self.ups[name].copy_(b.t()).mul_(scaling)
+            self.ups[name].copy_(b * scaling)
             self.scalings[name] = scaling
 
     def fill_bias(self, name: str, values: Tensor) -> None:
@@ -150,6 +154,8 @@ class LayerWeights:
         self.o = Operand(self.spec.o, [names["o_proj"]], device)
         self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]], device)
         self.down = Operand(self.spec.down, [names["down_proj"]], device)
+        self._before: list[Tensor] | None = None  # what units take, gathered once
+        self._after: list[Tensor] | None = None
         # FP32 masters of a trainer in the order in which autograd returns their gradients: norms where the units take them;
         # of each operand weights and biases, unless frozen, then every A, then every B. Empty in an engine.
         self.before_parameters: list[Tensor] = []
@@ -163,12 +169,23 @@ class LayerWeights:
 
     def before_weights(self) -> list[Tensor]:
         """Weight inputs of the unit before attention, norms of heads last."""
-        norms = [self.q_norm, self.k_norm] if self.spec.qk_norm else []
-        return [self.input_norm, *_tensors(self.qkv), *norms]
+        if self._before is None:
+            norms = [self.q_norm, self.k_norm] if self.spec.qk_norm else []
+            self._before = [self.input_norm, *_tensors(self.qkv), *norms]
+        return self._before
 
     def after_weights(self) -> list[Tensor]:
         """Weight inputs of the unit after attention."""
-        return [*self.o.tensors(), self.post_norm, *_tensors(self.gate_up), *self.down.tensors()]
+        if self._after is None:
+            wide = _tensors(self.gate_up)
+            self._after = [*self.o.tensors(), self.post_norm, *wide, *self.down.tensors()]
+        return self._after
+
+    def pack(self) -> None:
+        """Pack all operands anew."""
+        for operand in self.operands():
+            operand.packed = pack(operand.values)
+        self._before = self._after = None
 
     def after_gradient_weights(self) -> list[Tensor]:
         """:meth:`after_weights` for the backward unit."""
@@ -179,12 +196,15 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of one version, in the form that the kernels read.
 
+    Args:
+        packed: Keep a packed copy of every operand for decoding (an engine's).
+
     Attributes:
         embedding: [V, hidden] float32 holding bfloat16 values.
         version: -1 until a version was loaded.
     """
 
-    def __init__(self, description: DecoderDescription, kernels: KernelSet) -> None:
+    def __init__(self, description: DecoderDescription, kernels: KernelSet, *, packed: bool = False) -> None:
         d = self.description = description
         specs = [d.layer_spec(i) for i in range(d.layers)]
         kernels.prepare(specs, d.head_spec())
@@ -195,6 +215,7 @@ class DecoderWeights:
         self.head = Operand(d.head_spec().linear, ["lm_head"], device)
         self.head_units: HeadUnits = kernels.head(d.head_spec())
         self.version = -1
+        self._packed = packed
         self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
         self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
         self._operands["lm_head"] = self.head
@@ -232,6 +253,10 @@ class DecoderWeights:
                 self._operands[module].fill_bias(module, tensor.float())
             else:
                 self._fill(module, tensor, tensors.get(name + SCALE_SUFFIX))
+        if self._packed:
+            for layer in self.layers:
+                layer.pack()
+            self.head.packed = pack(self.head.values)
 
     def _fill(self, module: str, tensor: Tensor, scale: Tensor | None) -> None:
         format = self._formats[module]

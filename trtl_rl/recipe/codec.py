@@ -129,14 +129,15 @@ def _scale_blocks(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
     one = torch.ones_like(amax)
     full = amax > _TINY
     amax = torch.where(full, amax, one)
+    # A tensor over a tensor is one division everywhere; with a number on either side some backends multiply by a reciprocal.
+    largest = torch.full_like(amax, E4M3_MAX)
     if format.round == "pow2":
-        scale = torch.where(full, _ceil_pow2(amax / E4M3_MAX), one)
+        scale = torch.where(full, _ceil_pow2(amax / largest), one)
         return blocks / scale, scale
     if format.scale == "amax_over_448":
-        scale = torch.where(full, amax / E4M3_MAX, one)
+        scale = torch.where(full, amax / largest, one)
         return blocks / scale, scale
-    # A tensor over a tensor is one division; torch computes a number over a tensor as reciprocal times number.
-    factor = torch.where(full, torch.full_like(amax, E4M3_MAX) / amax, one)
+    factor = torch.where(full, largest / amax, one)
     return blocks * factor, 1.0 / factor
 
 

@@ -35,8 +35,9 @@ class LinearFormat:
         fprop: Whether Y = X Wᵀ takes both operands as FP8: what an engine runs, so also whether weights travel as codes.
         dgrad: Whether dX = dY W quantises dY, and takes the codes of W even when the forward pass does not.
         wgrad: Whether dW = dYᵀ X quantises both operands along tokens.
-        compute: ``fp32``: operands that are not FP8, and results, keep float32. ``bf16``: they are rounded to bfloat16,
-            as a GPU stores them; products are summed in float32 either way, and dW stays float32.
+        compute: ``fp32``: operands and results keep float32. ``bf16``: all three GEMMs take bfloat16 operands (decoded FP8
+            codes times their scale are rounded too; with ``pow2`` scales they are exact) and results are rounded, as a
+            GPU without FP8 units does; products are summed in float32 either way, and dW is float32.
     """
 
     weight: BlockFormat | None = None

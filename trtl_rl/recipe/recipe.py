@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +136,8 @@ def register_backend() -> None:
 def expand(model: nn.Module) -> Coverage:
     """List every linear of ``model`` with the format that its quantisers ask for now.
 
+    A linear without quantisers computes as the others do, if they all do the same (``compute``).
+
     Raises:
         UserError: a quantiser that our kernels cannot run; the message names the module.
     """
@@ -159,6 +161,10 @@ def expand(model: nn.Module) -> Coverage:
                 f"{name}: the kernels quantise weights and inputs of linears only. Exclude it in the recipe: "
                 f"quantizer_name: '*{name.rpartition('.')[2]}' with enable: false."
             )
+    asked = {item.format.compute for item in linears if item.format != HIGH_PRECISION}
+    if asked == {"bf16"}:
+        other = replace(HIGH_PRECISION, compute="bf16")
+        linears = [replace(item, format=other) if item.format == HIGH_PRECISION else item for item in linears]
     return Coverage(tuple(sorted(linears, key=lambda item: item.name)))
 
 
