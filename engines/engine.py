@@ -16,8 +16,8 @@ class RolloutEngine(Protocol):
     """Generates completions with one whole version of the weights.
 
     ``submit`` queues and returns at once; ``poll`` hands out what has finished since. A refit is
-    ``begin_refit``, ``write`` for every bucket, then ``finish_refit`` or ``abort_refit``; between the first and the last
-    of them, and after an abort, the engine refuses to generate.
+    ``begin_refit``, ``write`` for every bucket, then ``finish_refit`` or ``abort_refit``; meanwhile, and after an abort, the
+    engine goes on with the version before. Without a version it refuses to generate.
     """
 
     @property
@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
 
         Raises:
             UserError: a prompt is empty or longer than the context allows.
-            EngineError: there are no weights, or a failed refit left none that are whole.
+            EngineError: there are no weights yet.
         """
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -54,21 +54,28 @@ class RolloutEngine(Protocol):
     def probe(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate through the normal path, with logprobs, and wait for all."""
 
-    def begin_refit(self, manifest: Manifest) -> None:
-        """Announce a version. Raises RefitError when recipe, tensors or order do not fit."""
+    def begin_refit(self, manifest: Manifest) -> bool:
+        """Announce a version. Raises RefitError when recipe, tensors or order do not fit.
+
+        Returns:
+            Whether the engine holds ``manifest.base``, so that changes to it will do; otherwise every tensor must come whole.
+        """
 
     def write(self, bucket: Bucket) -> None:
-        """Take one bucket of the announced tensors."""
+        """Take one bucket of the announced tensors.
+
+        Raises RefitError, at the latest in the next call, when something is wrong with it; that ends the refit.
+        """
 
     def finish_refit(self) -> RefitResult:
-        """Check that every tensor arrived and make the version live.
+        """Make the version live. Raises RefitError, and ends the refit, when a tensor never arrived.
 
         Completions that go on (``buffer.in_flight=continue``) keep the keys and values of their earlier tokens; a prompt
         that starts afterwards never meets any of an older version.
         """
 
     def abort_refit(self) -> None:
-        """Give up an open refit. The engine keeps refusing to generate until a full refit succeeds."""
+        """Give up an open refit; the version before stays."""
 
     def close(self) -> None:
         """Release everything. Safe to call twice."""

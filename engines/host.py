@@ -1,8 +1,9 @@
-"""An engine in a process of its own: ``HostedEngine`` here, ``python -m trtl_rl.engines.host`` there.
+"""An engine in a process of its own: ``HostedEngine`` here, ``python -m trtl_rl.engines.child`` there.
 
-What crosses is plain: JSON messages over a socket pair, weights through shared memory. The child is started by module
-name, so a user's script needs no ``__main__`` guard. Every call has a time limit, and a dead or silent child raises with
-the last lines of its own log: between steps and when it has nothing to do, a child says every second that it lives.
+What crosses is plain: JSON messages over two socket pairs, one of them for refits, and weights through a channel (shared
+memory, by default). The child is started by module name, so a user's script needs no ``__main__`` guard. Every call has a
+time limit, and a dead or silent child raises with the last lines of its own log: between steps and when it has nothing to
+do, a child says every second that it lives.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
@@ -27,14 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from trtl_rl.engines.engine import InFlight
+from trtl_rl.engines.refit_line import RefitLine
 from trtl_rl.errors import EngineError, RefitError, UserError
 from trtl_rl.recipe.coverage import Coverage
-from trtl_rl.refit.channel import SharedMemorySender
+from trtl_rl.refit.channel import ChannelName
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
 from trtl_rl.rollout import Completion, Request
 
 _ERRORS = {"UserError": UserError, "RefitError": RefitError}
-_HEARTBEAT = 1.0  # seconds
+HEARTBEAT = 1.0  # seconds
+CHILD = "trtl_rl.engines.child"
 
 
 class HostedEngine:
@@ -47,34 +50,46 @@ class HostedEngine:
         threads: Threads of the child's GEMMs.
         timeout: Seconds without an answer after which the child counts as hung.
         refit_timeout: The same for each stage of a refit.
+        channel: How weights travel. A stream goes through a socket, as it would to another machine.
     """
 
-    def __init__(self, log: Path, *, threads: int, timeout: float, refit_timeout: float) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *,
+        threads: int,
+        timeout: float,
+        refit_timeout: float,
+        channel: ChannelName = "shared_memory",
+    ) -> None:
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         # A hung child does not read: a message that fills the socket must fail too, not block its caller for ever.
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        ours, refits = socket.socketpair()
+        self._line = RefitLine(ours, channel, refit_timeout)
+        descriptors = [theirs.fileno(), refits.fileno()]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(threads)],
+                [sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the trainer only, which ends the child in order
             )
         theirs.close()
+        refits.close()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._send_lock = threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._calls = itertools.count()
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
-        self._channel = SharedMemorySender()
         self._version = -1
         self._failure: str | None = None
         self._heard = time.monotonic()
@@ -159,19 +174,21 @@ class HostedEngine:
                     ) from None
         return found
 
-    def begin_refit(self, manifest: Manifest) -> None:
-        self._call("begin_refit", self._refit_timeout, manifest=manifest.to_json())
+    def begin_refit(self, manifest: Manifest) -> bool:
+        return bool(self._refit("begin_refit", manifest=manifest.to_json()))
 
     def write(self, bucket: Bucket) -> None:
-        self._call("write", self._refit_timeout, bucket=self._channel.pack(bucket))
+        with self._explained("write"):
+            self._line.write(bucket)
 
     def finish_refit(self) -> RefitResult:
+        self._refit("decode_refit")  # beside generation; then only the swap is left
         result = RefitResult(**self._call("finish_refit", self._refit_timeout))
         self._version = result.version
         return result
 
     def abort_refit(self) -> None:
-        self._call("abort_refit", self._refit_timeout)
+        self._refit("abort_refit")
 
     def close(self) -> None:
         """End the child: hang up, wait two seconds, kill. Safe to call twice."""
@@ -186,11 +203,27 @@ class HostedEngine:
         self._reader.join()
         self._connection.close()
         self._socket.close()
-        self._channel.close()
+        self._line.close()
 
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    def _refit(self, method: str, **parameters: Any) -> Any:
+        """A call that the child answers beside generation."""
+        with self._explained(method):
+            return self._line.call(method, **parameters)
+
+    @contextlib.contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        self._check()
+        try:
+            yield
+        except TimeoutError:
+            raise self._error(f"The engine did not answer '{method}' within {self._refit_timeout:g} s") from None
+        except (EOFError, OSError):
+            self._reader.join(HEARTBEAT)  # it finds out why
+            raise self._error("The engine died") from None
 
     def _call(self, method: str, timeout: float | None = None, /, **parameters: Any) -> Any:
         limit = timeout or self._timeout
@@ -260,7 +293,7 @@ class HostedEngine:
     def _check_heard(self) -> None:
         if time.monotonic() - self._heard > self._timeout:
             # If this process was stopped itself, what the child said meanwhile is yet to be read.
-            time.sleep(_HEARTBEAT)
+            time.sleep(HEARTBEAT)
             if time.monotonic() - self._heard > self._timeout:
                 raise self._error(f"The engine was silent for {self._timeout:g} s")
 
@@ -270,155 +303,3 @@ class HostedEngine:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
         reason = f" ({self._failure})" if self._failure else ""
         return EngineError(f"{text}{reason}. Its log {self._log} ends with:\n{tail or '(nothing)'}")
-
-
-class _Child:
-    """The other side: serves calls between decode steps."""
-
-    def __init__(self, connection: Connection) -> None:
-        from trtl_rl.engines.torch_engine.engine import TorchEngine
-
-        self._connection = connection
-        self._engine: TorchEngine | None = None
-        self._waiting_pause: list[int] = []
-        self._sent = 0.0
-
-    def serve(self) -> None:
-        """Until the trainer hangs up, which ends this with EOFError."""
-        while True:
-            engine = self._engine
-            working = engine is not None and engine.has_work()
-            if self._connection.poll(0 if working else _HEARTBEAT):
-                self._handle(json.loads(self._connection.recv_bytes()))
-            elif engine is not None and working:
-                engine.step()
-            self._report()
-
-    def _report(self) -> None:
-        """Say what has finished, or from time to time just that this lives."""
-        engine = self._engine
-        done = engine.take_done() if engine is not None else []
-        if done or time.monotonic() - self._sent > _HEARTBEAT:
-            busy = engine.busy_seconds if engine is not None else 0.0
-            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": busy})
-        if engine is not None and self._waiting_pause and engine.unfinished == 0:
-            engine.pause("continue")
-            for number in self._waiting_pause:
-                self._send({"id": number, "result": None})
-            self._waiting_pause = []
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        number, method, parameters = message["id"], message["method"], message["parameters"]
-        try:
-            if method == "pause" and parameters["policy"] == "finish" and self._running().unfinished:
-                self._running().drain()  # answered when the last completion has ended
-                self._waiting_pause.append(number)
-                return
-            result = getattr(self, f"_do_{method}")(**parameters)
-        except (UserError, EngineError) as error:
-            self._send({"id": number, "error": type(error).__name__, "text": str(error)})
-            return
-        self._send({"id": number, "result": result})
-
-    def _do_configure(
-        self,
-        description: dict[str, Any],
-        kernels: str,
-        compiled: bool,
-        packages: str | None,
-        device: str,
-        slots: int,
-        context: int,
-        stop_ids: list[int],
-        positions: int | None = None,
-    ) -> None:
-        from trtl_rl.engines.torch_engine.engine import TorchEngine
-        from trtl_rl.kernels.kernel_set import KernelSet
-        from trtl_rl.model.description import DecoderDescription
-
-        own = KernelSet(compiled, build=False, packages=None if packages is None else Path(packages), device=device)
-        if own.identity != kernels:
-            raise EngineError(
-                f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "
-                "Python environments differ in torch, compiler or trtl-rl."
-            )
-        self._engine = TorchEngine(
-            DecoderDescription.from_json(description),
-            own,
-            slots=slots,
-            context=context,
-            positions=positions,
-            stop_ids=stop_ids,
-        )
-
-    def _do_load(self, directory: str) -> dict[str, Any]:
-        from trtl_rl.engines.directory import EngineDirectory
-
-        return asdict(EngineDirectory.open(directory).load_into(self._running()))
-
-    def _do_coverage(self) -> Any:
-        return self._running().coverage().to_json()
-
-    def _do_submit(self, requests: list[dict[str, Any]]) -> None:
-        from trtl_rl.rollout import Sampling
-
-        self._running().submit(
-            [
-                Request(**{**fields, "sampling": Sampling(**fields["sampling"]), "seed": tuple(fields["seed"])})
-                for fields in requests
-            ]
-        )
-
-    def _do_cancel(self, ids: list[int]) -> None:
-        self._running().cancel(ids)
-
-    def _do_pause(self, policy: InFlight) -> None:
-        self._running().pause(policy)
-
-    def _do_resume(self) -> None:
-        self._running().resume()
-
-    def _do_begin_refit(self, manifest: dict[str, Any]) -> None:
-        self._running().begin_refit(Manifest.from_json(manifest))
-
-    def _do_write(self, bucket: dict[str, Any]) -> None:
-        from trtl_rl.refit.channel import unpack
-
-        self._running().write(unpack(bucket))
-
-    def _do_finish_refit(self) -> dict[str, Any]:
-        return asdict(self._running().finish_refit())
-
-    def _do_abort_refit(self) -> None:
-        self._running().abort_refit()
-
-    def _running(self) -> Any:
-        if self._engine is None:
-            raise EngineError("The engine was not configured yet.")
-        return self._engine
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(message).encode())
-        self._sent = time.monotonic()
-
-
-def main() -> None:
-    """Serve the trainer over the socket whose number is the first argument, with as many threads as the second says."""
-    import traceback
-
-    import torch
-
-    torch.set_num_threads(int(sys.argv[2]))
-    connection = Connection(int(sys.argv[1]))
-    try:
-        _Child(connection).serve()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the trainer is gone
-    except BaseException as error:
-        traceback.print_exc()
-        connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
-        raise
-
-
-if __name__ == "__main__":
-    main()

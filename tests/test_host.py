@@ -132,13 +132,12 @@ def test_a_hosted_engine_answers_as_one_in_process(
         engine.begin_refit(Manifest.of(decoder.snapshot, 1, "another"))
     with pytest.raises(RefitError, match=r"No refit is open \(state ready\)"):
         engine.write(Bucket({}))
+        engine.finish_refit()  # the answer to a bucket is taken by the next call
 
-    # a refit that is aborted leaves an engine that refuses, until a full one
+    # a refit that is aborted leaves the version before
     engine.begin_refit(Manifest.of(decoder.snapshot, 1, decoder.description.coverage.digest))
     engine.abort_refit()
-    with pytest.raises(EngineError, match="refuses to generate: a refit failed or was aborted"):
-        engine.probe([ask(-2)])
-    load(engine, decoder)
+    assert engine.probe([ask(-2)])[0].version_last == 0
 
     # pause "finish" answers when what has begun has ended, or was cancelled
     engine.submit([ask(20, samples=4, new=50), ask(21, samples=4, new=50)])
@@ -219,6 +218,7 @@ def test_a_child_that_stops_is_named_and_can_be_closed(
 ) -> None:
     engine = configure(host(), decoder)
     engine._timeout = engine._refit_timeout = 1.0  # loading torch took longer than a test wants to wait
+    engine._line.set_timeout(1.0)
     os.kill(engine.process_id, signal.SIGSTOP)
     assert "did not answer 'coverage' within 1 s" in str(raises_soon(engine.coverage))
     manifest = Manifest.of(decoder.snapshot, 1, decoder.description.coverage.digest)

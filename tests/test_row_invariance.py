@@ -432,5 +432,8 @@ def test_compiled_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     again.prepare([spec], head)
     assert again.compile_seconds == 0 and again.identity == kernels.identity != KernelSet(False).identity
     inputs, _ = unit_inputs(units.BeforeAttention(spec))
-    for a, b in zip(made.before(inputs), again.layer(spec).before(inputs), strict=True):
-        assert torch.equal(a, b)
+    for gil_free in (False, True):
+        again.gil_free = gil_free
+        for a, b in zip(made.before(inputs), again.layer(spec).before(inputs), strict=True):
+            assert torch.equal(a, b)
+    assert again.layer(spec).before(inputs)[0].isfinite().all()  # inputs that were given away once live on

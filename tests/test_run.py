@@ -76,6 +76,7 @@ def test_every_step_has_its_metrics_and_trainer_and_engine_agree(synchronous: tu
         "completions/clipped_ratio", "learning_rate", "num_tokens", "off_policy/mean", "off_policy/max", "refit/bytes",
         "refit/changed_frac", "mismatch/differing_tokens", "mismatch/max_abs", "flops/search", "flops/learning",
         "flops/feedback", "flops/total", "flops/update_fraction", "timing_s/step", "timing_s/learn", "timing_s/refit",
+        "timing_s/refit/quantise", "timing_s/refit/move", "timing_s/refit/decode", "timing_s/refit/finish", "timing_s/refit/pause",
         "perf/tokens_per_second", "loss", "grad_norm", "entropy",
     }  # fmt: skip
     learned = [row["metrics"] for row in steps if row["metrics"]["frac_reward_zero_std"] < 1]

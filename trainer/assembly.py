@@ -87,6 +87,7 @@ class Run:
             threads=c.engine.threads,
             timeout=c.engine.timeout,
             refit_timeout=c.refit.timeout,
+            channel=c.refit.channel,
         )
         phases = Phases(self.metrics, 5)
         import torch

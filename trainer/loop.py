@@ -15,10 +15,10 @@
 =================  =============================================================================================
 who                waits for
 =================  =============================================================================================
-engine             requests; while a refit is open, its end
+engine             requests; nothing else: a refit is received and decoded beside generation
 rollout thread     room in the buffer (``max_staleness``); completions; reward functions
 learner            a batch: B complete groups, and first of all those that would be too stale for the next one
-refit              the engine's current decode step; with ``buffer.in_flight=finish`` its unfinished completions
+refit              the engine's checks and decoding, then its current step, or its unfinished completions (``in_flight``)
 probe              the engine's answer, every ``parity.every`` updates
 =================  =============================================================================================
 
@@ -37,7 +37,8 @@ from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import EngineError, RewardError, UserError
 from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
-from trtl_rl.refit.sender import send
+from trtl_rl.refit.manifest import Manifest
+from trtl_rl.refit.sender import Sent, send
 from trtl_rl.rollout import Group
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
@@ -80,6 +81,7 @@ class Loop:
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
         self._busy = engine.busy_seconds
+        self._sent: Sent | None = None  # what the engine holds
 
     def run(self) -> str:
         """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``."""
@@ -183,23 +185,26 @@ class Loop:
 
     def _refit(self, version: int, out: Accumulator) -> None:
         decoder = self.learner.decoder
+        coverage = decoder.description.coverage.digest
+        if self._sent is None:  # the engine began with the learner's first version
+            self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
         start = time.perf_counter()
-        previous = decoder.snapshot
         tensors = decoder.refresh(version)
         quantised = time.perf_counter()
         finish = self.config.buffer.in_flight == "finish"
-        if finish:
-            self.engine.pause("finish")
         report = send(
             self.engine,
             tensors,
             version=version,
-            coverage=decoder.description.coverage.digest,
+            coverage=coverage,
             bucket_bytes=self.config.refit.bucket_bytes,
-            previous=previous,
+            mode=self.config.refit.mode,
+            previous=self._sent,
+            before_finish=(lambda: self.engine.pause("finish")) if finish else (lambda: None),
         )
         if finish:
             self.engine.resume()
+        self._sent = report.sent
         out.update(
             {
                 "refit/bytes": report.bytes,
@@ -208,6 +213,7 @@ class Loop:
                 "timing_s/refit/move": report.move,
                 "timing_s/refit/decode": report.decode,
                 "timing_s/refit/finish": report.finish,
+                "timing_s/refit/pause": report.pause,
             }
         )
 

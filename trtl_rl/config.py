@@ -143,7 +143,14 @@ class BufferConfig(Part):
 class RefitConfig(Part):
     """How new weights travel to the engine."""
 
-    bucket_bytes: Count = Field(64 * 2**20, description="Size of one bucket.")
+    mode: Literal["full", "delta"] = Field(
+        "delta", description="Send every tensor, or what changed, where that is shorter and the engine has the base."
+    )
+    channel: Literal["shared_memory", "stream", "cuda_ipc"] = Field(
+        "shared_memory",
+        description="What carries weights. stream: a socket. cuda_ipc: memory of the GPU that both use.",
+    )
+    bucket_bytes: Count = Field(16 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")
 
 
@@ -210,6 +217,12 @@ class RunConfig(Part):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    @model_validator(mode="after")
+    def _gpu_memory_needs_a_gpu(self) -> RunConfig:
+        if self.refit.channel == "cuda_ipc" and self.device != "cuda":
+            raise ValueError("refit.channel=cuda_ipc needs device=cuda; on a CPU use shared_memory")
+        return self
 
     @field_validator("rewards", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ class EngineError(RuntimeError):
 
 
 class RefitError(EngineError):
-    """A refit was refused or left incomplete. The engine does not generate until a full refit succeeds."""
+    """A refit was refused or left incomplete. The engine stays at the version before, if it has one."""
 
 
 class RewardError(RuntimeError):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trtl_rl.engines.engine import InFlight
+from trtl_rl.engines.torch_engine.refit import EngineRefit
 from trtl_rl.engines.torch_engine.runner import Runner
 from trtl_rl.engines.torch_engine.scheduler import Scheduler
 from trtl_rl.engines.torch_engine.slots import Slots
@@ -19,10 +20,9 @@ from trtl_rl.errors import EngineError, UserError
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.kv import block_length
-from trtl_rl.model.weights import DecoderWeights, tensor_specs
+from trtl_rl.model.weights import DecoderWeights
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
-from trtl_rl.refit.receiver import RefitReceiver
 from trtl_rl.rollout import Completion, Request
 
 
@@ -57,7 +57,7 @@ class TorchEngine:
         self._runner = Runner(self.weights, self._slots, context=context, positions=positions)
         self._stops = np.zeros(d.vocab, bool)
         self._stops[list(stop_ids)] = True
-        self._receiver = RefitReceiver(tensor_specs(d), d.coverage.digest)
+        self.refit = EngineRefit(self.weights)
         self._done: list[Completion] = []
         self._paused = False
         self._draining = False
@@ -70,7 +70,7 @@ class TorchEngine:
         return self.weights.coverage()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        if self._receiver.state in ("empty", "broken"):
+        if not self.refit.generates:
             raise EngineError(f"The engine refuses to generate: {self._refusal()}")
         for request in requests:
             need = len(request.ids) + request.sampling.max_new_tokens
@@ -122,23 +122,19 @@ class TorchEngine:
             self._done = [done for done in self._done if done.request_id not in wanted]
         return found
 
-    def begin_refit(self, manifest: Manifest) -> None:
-        self._receiver.begin(manifest)
+    def begin_refit(self, manifest: Manifest) -> bool:
+        return self.refit.begin(manifest)
 
     def write(self, bucket: Bucket) -> None:
-        self._receiver.write(bucket)
+        self.refit.write(bucket)
 
     def finish_refit(self) -> RefitResult:
-        tensors, manifest, digest = self._receiver.finish()
-        start = time.perf_counter()
-        self.weights.load(tensors)
-        self.weights.version = manifest.version
+        result = self.refit.finish()
         self._scheduler.restart_prompts()
-        self._receiver.loaded()
-        return RefitResult(manifest.version, digest, time.perf_counter() - start)
+        return result
 
     def abort_refit(self) -> None:
-        self._receiver.abort()
+        self.refit.abort()
 
     def close(self) -> None:
         self._scheduler.waiting.clear()
@@ -150,7 +146,7 @@ class TorchEngine:
 
     def has_work(self) -> bool:
         """Whether a step would generate something."""
-        if self._paused or self._receiver.state != "ready":
+        if self._paused or not self.refit.generates:
             return False
         return self.unfinished > 0 or (bool(self._scheduler.waiting) and not self._draining)
 
@@ -161,7 +157,7 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> None:
         """Start what fits, then generate one token for every completion that runs."""
-        if self._receiver.state != "ready":
+        if not self.refit.generates:
             raise EngineError(f"The engine refuses to generate: {self._refusal()}")
         start = time.perf_counter()
         if not self._draining:
@@ -183,9 +179,4 @@ class TorchEngine:
             self._done.append(state.complete(slot, "stop" if stop else "length", self.version))
 
     def _refusal(self) -> str:
-        return {
-            "empty": "it has no weights yet.",
-            "open": "a refit is open.",
-            "broken": "a refit failed or was aborted; send a full one.",
-            "ready": "it is paused or has nothing to do.",
-        }[self._receiver.state]
+        return "it is paused or has nothing to do." if self.refit.generates else "it has no weights yet."

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trtl_rl.errors import EngineError
 from trtl_rl.kernels import linear, ops, spec, units
+from trtl_rl.kernels.gil_free import load_gil_free
 from trtl_rl.kernels.spec import KEY_TILE, TOKEN_TILE, HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
@@ -81,6 +82,7 @@ class KernelSet:
         identity: Hash of the units' sources, torch, instruction set and compiler. Equal identities give equal bits.
         fixed_rows: Rows of every call of a shared unit, or None where any number of whole tiles has the same bits.
         compile_seconds: Time spent compiling, 0 with a warm cache.
+        gil_free: Whether an engine's compiled units run without Python's lock: while another thread decodes weights.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class KernelSet:
         self.build = build
         self.packages = packages
         self.compile_seconds = 0.0
+        self.gil_free = False
         self._progress = progress or (lambda text, done, total: None)
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
         self._files: list[Path] = []
@@ -183,12 +186,14 @@ class KernelSet:
             raise EngineError(f"The compiled operator {path} is missing; the trainer's process makes it at its start.")
         self._files.append(path)
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+        gil_free = None if self.backward else load_gil_free(path)
 
         is_rows = _row_inputs(unit, kind)
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
             # A package reads memory by the strides of its example: everything must be contiguous. Weights always are.
-            return loader.run([x.contiguous() if rows else x for x, rows in zip(inputs, is_rows, strict=True)])
+            given = [x.contiguous() if rows else x for x, rows in zip(inputs, is_rows, strict=True)]
+            return gil_free(given) if gil_free is not None and self.gil_free else loader.run(given)
 
         return run
 

@@ -7,6 +7,7 @@ equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -208,18 +209,36 @@ class DecoderWeights:
         d = self.description = description
         specs = [d.layer_spec(i) for i in range(d.layers)]
         kernels.prepare(specs, d.head_spec())
-        device = self.device = kernels.device
+        self.device = kernels.device
+        self.head_units: HeadUnits = kernels.head(d.head_spec())
+        self._layer_units = [kernels.layer(spec) for spec in specs]
+        self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
+        self._scalings = {adapter.name: adapter.scaling for adapter in d.adapters}
+        self._packed = packed
+        self._allocate()
+
+    def twin(self) -> DecoderWeights:
+        """Another set of operands, still without a version, for the same units."""
+        other = copy(self)
+        other._allocate()
+        return other
+
+    def exchange(self, other: DecoderWeights) -> None:
+        """Trade places with a twin, in microseconds: who holds this object computes with the other's tensors from now on.
+
+        No tensor moves, so a captured graph stays valid for the set that it was captured with.
+        """
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+
+    def _allocate(self) -> None:
+        d, device = self.description, self.device
         self.embedding = torch.zeros(d.vocab, d.hidden, device=device)
-        self.layers = [LayerWeights(d, i, kernels.layer(spec), device) for i, spec in enumerate(specs)]
+        self.layers = [LayerWeights(d, i, units, device) for i, units in enumerate(self._layer_units)]
         self.norm = torch.ones(d.hidden, device=device)
         self.head = Operand(d.head_spec().linear, ["lm_head"], device)
-        self.head_units: HeadUnits = kernels.head(d.head_spec())
         self.version = -1
-        self._packed = packed
-        self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
         self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
         self._operands["lm_head"] = self.head
-        self._scalings = {adapter.name: adapter.scaling for adapter in d.adapters}
         self._vectors = {"model.norm.weight": self.norm}
         for layer in self.layers:
             prefix = f"model.layers.{layer.index}."

@@ -1,59 +1,152 @@
-"""A shared-memory channel for buckets: the sender packs bytes, the receiver sees tensors without a copy."""
+"""How a bucket gets to an engine in another process: through shared memory, a stream of bytes, or a GPU's memory.
+
+The sender's side is a :class:`Channel`. A call to the engine carries the plain description that ``pack`` returns; what does
+not fit into a description follows with ``push``. The other side has a :class:`Receiver`.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from trtl_rl.refit.manifest import Bucket, dtype_name, tensor_bytes
 
+if TYPE_CHECKING:
+    from trtl_rl.refit.stream import Readable
+
+ChannelName = Literal["shared_memory", "stream", "cuda_ipc"]
+Place = tuple[str, str, list[int], int]
+
 _ALIGN = 64
 
 
-class SharedMemorySender:
-    """Owns a file in memory that grows to the largest bucket; each bucket overwrites the one before.
+class Channel(Protocol):
+    """Carries buckets in order. The receiver has copied a bucket before the next but one is packed."""
 
-    The file has no name in any directory: a killed process leaves nothing behind, and a small ``/dev/shm`` (64 MB in
-    many containers) is no limit. A receiver of the same user opens it through ``/proc`` while the sender lives.
+    def pack(self, bucket: Bucket) -> dict[str, Any]:
+        """Prepare a bucket; returns the description that goes to the engine with the call."""
+
+    def push(self, bucket: Bucket) -> None:
+        """Send the rest, after the call."""
+
+    def close(self) -> None:
+        """Release everything. Safe to call twice."""
+
+
+def open_channel(name: ChannelName, connection: socket.socket) -> Channel:
+    """The sender's end; ``connection`` is the socket on which calls go, and a stream's bytes after them."""
+    if name == "stream":
+        from trtl_rl.refit.stream import StreamSender
+
+        return StreamSender(connection)
+    if name == "cuda_ipc":
+        from trtl_rl.refit.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender()
+    return SharedMemorySender()
+
+
+class Receiver:
+    """The engine's end of any channel.
+
+    Args:
+        stream: Where a stream's bytes come from, unbuffered.
     """
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._mapped: dict[str, Tensor] = {}
+
+    def receive(self, description: Mapping[str, Any]) -> Bucket:
+        """The bucket that was packed; its tensors may be views of the sender's memory."""
+        if not description:
+            from trtl_rl.refit.stream import read_frame
+
+            return read_frame(self._stream)
+        if "handle" in description:
+            from trtl_rl.refit import cuda_ipc
+
+            return cuda_ipc.unpack(description)
+        path, size = description["path"], description["size"]
+        if path not in self._mapped or self._mapped[path].numel() != size:  # mapping costs as much as a copy
+            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        return views(self._mapped[path], description)
+
+
+class SharedMemorySender:
+    """Packs buckets into two files in memory by turns: one is filled while the receiver reads the other.
+
+    The files have no names in any directory: a killed process leaves nothing behind, and a small ``/dev/shm`` (64 MB in
+    many containers) is no limit. A receiver of the same user opens them through ``/proc`` while the sender lives.
+    """
+
+    def __init__(self) -> None:
+        self._files = (_MemoryFile(), _MemoryFile())
+
+    def pack(self, bucket: Bucket) -> dict[str, Any]:
+        file, other = self._files
+        self._files = (other, file)
+        places, size = layout(bucket)
+        buffer = file.grown_to(size)
+        fill(buffer, bucket, places)
+        return {"path": file.path, "size": buffer.numel(), "tensors": places, "packed": sorted(bucket.packed)}
+
+    def push(self, bucket: Bucket) -> None:
+        """Nothing is left: the bucket lies in shared memory."""
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+class _MemoryFile:
+    """A file in memory, mapped."""
 
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("trtl-rl-refit")
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def pack(self, bucket: Bucket) -> dict[str, Any]:
-        """Write a bucket; returns the plain description from which :func:`unpack` finds its tensors."""
-        places: list[tuple[str, str, list[int], int]] = []
-        size = 0
-        for name, tensor in bucket.tensors.items():
-            places.append((name, dtype_name(tensor.dtype), list(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    def grown_to(self, size: int) -> Tensor:
+        """At least ``size`` bytes, uint8 [n]."""
         if size > self._buffer.numel():
             assert self._file is not None, "the channel is closed"
             os.ftruncate(self._file, size)
             self._buffer = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
-        for (_, _, _, start), tensor in zip(places, bucket.tensors.values(), strict=True):
-            self._buffer[start : start + tensor.nbytes].copy_(tensor_bytes(tensor))
-        return {"path": self.path, "size": size, "tensors": places}
+        return self._buffer
 
     def close(self) -> None:
-        """Give the memory back. Safe to call twice."""
         if self._file is not None:
             os.close(self._file)
             self._file, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
 
-def unpack(description: Mapping[str, Any]) -> Bucket:
-    """The bucket that was packed, as views of shared memory: valid until the sender packs the next."""
-    buffer = torch.from_file(description["path"], shared=True, size=description["size"], dtype=torch.uint8)
+def layout(bucket: Bucket) -> tuple[list[Place], int]:
+    """Where each tensor lies in a buffer (name, dtype, shape, first byte), and how long the buffer is."""
+    places: list[Place] = []
+    size = 0
+    for name, tensor in bucket.tensors.items():
+        places.append((name, dtype_name(tensor.dtype), list(tensor.shape), size))
+        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    return places, size
+
+
+def fill(buffer: Tensor, bucket: Bucket, places: list[Place]) -> None:
+    """Copy a bucket's tensors to their places in ``buffer`` [size] uint8."""
+    for (_, _, _, start), tensor in zip(places, bucket.tensors.values(), strict=True):
+        buffer[start : start + tensor.nbytes].copy_(tensor_bytes(tensor))
+
+
+def views(buffer: Tensor, description: Mapping[str, Any]) -> Bucket:
+    """The tensors in ``buffer`` [size] uint8, without a copy."""
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape, start in description["tensors"]:
         kind: torch.dtype = getattr(torch, dtype)
         count = int(torch.Size(shape).numel()) * kind.itemsize
         tensors[name] = buffer[start : start + count].view(kind).reshape(shape)
-    return Bucket(tensors)
+    return Bucket(tensors, frozenset(description["packed"]))

@@ -28,12 +28,14 @@ class Manifest:
     Attributes:
         version: The weight version that the engine will be at.
         coverage: Digest of the expanded recipe; both sides must run the same.
-        tensors: In name order.
+        tensors: Every tensor of the version, in name order, whether it will be sent or not.
+        base: Digest of the version whose tensors the sender counts on, or None where it will send all of them.
     """
 
     version: int
     coverage: str
     tensors: tuple[TensorEntry, ...]
+    base: str | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], version: int, coverage: str) -> Manifest:
@@ -46,23 +48,34 @@ class Manifest:
     @property
     def digest(self) -> str:
         """One hash over the tensors' digests in name order."""
-        return joined_digest({entry.name: entry.digest for entry in self.tensors})
+        return joined_digest(self.digests)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Each tensor's digest by its name."""
+        return {entry.name: entry.digest for entry in self.tensors}
 
     def to_json(self) -> dict[str, Any]:
         rows = [[entry.name, entry.dtype, list(entry.shape), entry.digest] for entry in self.tensors]
-        return {"version": self.version, "coverage": self.coverage, "tensors": rows}
+        return {"version": self.version, "coverage": self.coverage, "tensors": rows, "base": self.base}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         entries = (TensorEntry(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in data["tensors"])
-        return cls(data["version"], data["coverage"], tuple(entries))
+        return cls(data["version"], data["coverage"], tuple(entries), data["base"])
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a manifest's tensors; the receiver copies what it keeps."""
+    """Some of a manifest's tensors; the receiver copies what it keeps.
+
+    Attributes:
+        tensors: Whole tensors, and what :func:`trtl_rl.refit.delta.pack` made of others.
+        packed: Names of the latter.
+    """
 
     tensors: Mapping[str, Tensor]
+    packed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,16 +83,18 @@ class RefitResult:
     """What a finished refit reports.
 
     Attributes:
-        digest: Joined digest of the bytes that the engine received.
-        decode_seconds: Time to decode codes into operands.
+        digest: Joined digest of the version's tensors as the engine holds them.
+        decode_seconds: Time to decode codes into operands, beside generation.
+        pause_seconds: Time that generation stood still for the version to become live.
     """
 
     version: int
     digest: str
     decode_seconds: float
+    pause_seconds: float
 
 
-def buckets(tensors: Mapping[str, Tensor], size: int) -> Iterator[Bucket]:
+def buckets(tensors: Mapping[str, Tensor], size: int, packed: frozenset[str] = frozenset()) -> Iterator[Bucket]:
     """Split tensors into buckets of at most ``size`` bytes, or one tensor where that is larger.
 
     A weight and its scale are neighbours in name order, but need not share a bucket: the engine loads whole versions.
@@ -88,12 +103,12 @@ def buckets(tensors: Mapping[str, Tensor], size: int) -> Iterator[Bucket]:
     filled = 0
     for name, tensor in sorted(tensors.items()):
         if part and filled + tensor.nbytes > size:
-            yield Bucket(part)
+            yield Bucket(part, packed & part.keys())
             part, filled = {}, 0
         part[name] = tensor
         filled += tensor.nbytes
     if part:
-        yield Bucket(part)
+        yield Bucket(part, packed & part.keys())
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
@@ -103,7 +118,7 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 def tensor_digest(tensor: Tensor) -> str:
     """Hash of a tensor's bytes in row-major order."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).cpu().numpy().data)
 
 
 def joined_digest(digests: Mapping[str, str]) -> str:

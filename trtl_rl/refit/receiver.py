@@ -1,20 +1,22 @@
 """The engine's side of a refit: ``begin → write* → finish``, or ``abort``.
 
-The engine is wholly at one version, or refuses to generate.
+The engine is wholly at one version, or refuses to generate: what arrives is kept apart from the version that is live, and
+takes its place when it is whole. So a refit that is aborted, or that fails at any point, leaves the version before it.
 
-==========  =====================  =============================================
-state       may be followed by     generates
-==========  =====================  =============================================
-``empty``   begin                  no: no weights yet
-``ready``   begin                  yes
-``open``    write, finish, abort   no
-``broken``  begin                  no: until a full refit succeeds
-==========  =====================  =============================================
+=========  =====================  =========================  ==================================================
+state      may be followed by     a failure or abort         generates
+                                  leads to
+=========  =====================  =========================  ==================================================
+``empty``  begin                  ``empty``                  no: no weights yet
+``ready``  begin                  ``ready``                  yes, the live version
+``open``   write, finish, abort   ``ready``, or ``empty``    yes, the version before; no, if there is none
+                                  if there was no version
+=========  =====================  =========================  ==================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -22,13 +24,14 @@ from torch import Tensor
 
 from trtl_rl.errors import RefitError
 from trtl_rl.model.weights import SCALE_SUFFIX, TensorSpec
-from trtl_rl.refit.manifest import Bucket, Manifest, TensorEntry, dtype_name, joined_digest, tensor_digest
+from trtl_rl.refit import delta
+from trtl_rl.refit.manifest import Bucket, Manifest, TensorEntry, dtype_name, tensor_digest
 
-State = Literal["empty", "ready", "open", "broken"]
+State = Literal["empty", "ready", "open"]
 
 
 class RefitReceiver:
-    """Checks and stages the tensors of one version.
+    """Checks and keeps the tensors of one version, and of the next while a refit is open.
 
     Args:
         expected: Every tensor that the model needs.
@@ -36,18 +39,35 @@ class RefitReceiver:
     """
 
     def __init__(self, expected: Sequence[TensorSpec], coverage: str) -> None:
-        self.state: State = "empty"
         self._expected = {spec.name: spec for spec in expected}
         self._coverage = coverage
+        self._live: Manifest | None = None
+        self._held: dict[str, Tensor] = {}  # tensors of the live version, in CPU memory: a delta's base
+        self._room: dict[str, Tensor] = {}  # where the next ones go: new memory costs more than a copy
         self._manifest: Manifest | None = None
         self._entries: dict[str, TensorEntry] = {}
+        self._takes_changes = False
         self._staged: dict[str, Tensor] = {}
-        self._digests: dict[str, str] = {}
+        self._arrived: set[str] = set()
 
-    def begin(self, manifest: Manifest) -> None:
-        """Open a version. Raises RefitError, and changes nothing, when it cannot become a whole one."""
-        if self.state == "open":
-            assert self._manifest is not None
+    @property
+    def state(self) -> State:
+        if self._manifest is not None:
+            return "open"
+        return "ready" if self.generates else "empty"
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is a whole version to generate with."""
+        return self._live is not None
+
+    def begin(self, manifest: Manifest) -> bool:
+        """Open a version. Raises RefitError, and changes nothing, when it cannot become a whole one.
+
+        Returns:
+            Whether changes to the manifest's base will do; otherwise every tensor must come whole.
+        """
+        if self._manifest is not None:
             raise RefitError(f"A refit to version {self._manifest.version} is still open: finish or abort it first.")
         if manifest.coverage != self._coverage:
             raise RefitError("Trainer and engine run different recipes: the digests of their module lists differ.")
@@ -63,61 +83,90 @@ class RefitReceiver:
                     f"{name}: the refit announces {entry.dtype} {list(entry.shape)}, the model needs "
                     f"{dtype_name(spec.dtype)} {list(spec.shape)}."
                 )
-        self.state = "open"
         self._manifest, self._entries = manifest, entries
-        self._staged, self._digests = {}, {}
+        self._staged, self._arrived = {}, set()
+        self._takes_changes = self._live is not None and manifest.base == self._live.digest
+        if self._takes_changes:
+            assert self._live is not None
+            same = self._live.digests.items() & manifest.digests.items()
+            self._staged = {name: self._held[name] for name, _ in same}
+        return self._takes_changes
 
     def write(self, bucket: Bucket) -> None:
-        """Copy a bucket. A fault breaks the refit: nothing of it will be loaded."""
-        if self.state != "open":
+        """Copy a bucket, or apply its changes. A fault ends the refit: nothing of it will be loaded."""
+        if self._manifest is None:
             raise RefitError(f"No refit is open (state {self.state}): begin comes before write.")
         try:
             for name, tensor in bucket.tensors.items():
-                self._stage(name, tensor)
+                self._stage(name, tensor, name in bucket.packed)
+            self._check_scales([name for name in bucket.tensors if name.endswith(SCALE_SUFFIX)])
         except RefitError:
-            self.state = "broken"
+            self.abort()
             raise
 
-    def finish(self) -> tuple[dict[str, Tensor], Manifest, str]:
-        """The staged tensors, their manifest and joined digest; the caller loads them, then calls :meth:`loaded`."""
-        if self.state != "open":
+    @property
+    def complete(self) -> bool:
+        """Whether a refit is open and has all of its tensors."""
+        return self._manifest is not None and self._staged.keys() == self._entries.keys()
+
+    def check(self) -> tuple[Mapping[str, Tensor], Manifest]:
+        """The whole version that has arrived; the caller decodes it, then calls :meth:`finish`. A fault ends the refit."""
+        if self._manifest is None:
             raise RefitError(f"No refit is open (state {self.state}): begin comes before finish.")
-        assert self._manifest is not None
-        self.state = "broken"  # until every check has passed and the caller has loaded
         missing = sorted(self._entries.keys() - self._staged.keys())
         if missing:
+            self.abort()
             raise RefitError(
                 f"{len(missing)} of {len(self._entries)} announced tensors never arrived, first {missing[0]}."
             )
-        digest = joined_digest(self._digests)
-        if digest != self._manifest.digest:
-            raise RefitError("The digest of what arrived differs from the manifest's.")
-        staged, self._staged = self._staged, {}
-        return staged, self._manifest, digest
+        return self._staged, self._manifest
 
-    def loaded(self) -> None:
-        """The version is live."""
-        self.state = "ready"
+    def finish(self) -> None:
+        """The version that was checked is live."""
+        assert self._manifest is not None and self.complete
+        self._live, self._manifest = self._manifest, None
+        self._room.update({name: tensor for name, tensor in self._held.items() if name in self._arrived})
+        self._held = self._staged
 
     def abort(self) -> None:
-        """Give up an open refit. The engine may hold no half version, so it waits for a full one."""
-        if self.state == "open":
-            self.state = "broken"
-            self._staged, self._digests = {}, {}
+        """Forget the open refit, if there is one; the live version stays."""
+        if self._manifest is not None:
+            self._manifest = None
+            self._room.update({name: self._staged[name] for name in self._arrived})
 
-    def _stage(self, name: str, tensor: Tensor) -> None:
+    def _stage(self, name: str, tensor: Tensor, packed: bool) -> None:
         entry = self._entries.get(name)
         if entry is None:
             raise RefitError(f"{name} was not announced by the manifest.")
-        if name in self._staged:
+        if name in self._arrived:
             raise RefitError(f"{name} arrived twice.")
-        if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
-            arrived = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {arrived}.")
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        digest = tensor_digest(copy)
-        if digest != entry.digest:
+        spec = self._expected[name]
+        copy = self._room.pop(name, None)
+        if copy is None:
+            copy = torch.empty(spec.shape, dtype=spec.dtype)
+        if packed:
+            if not self._takes_changes:
+                raise RefitError(f"{name} arrived as a change to a version that this engine does not hold.")
+            try:
+                delta.apply(self._held[name], tensor, copy)
+            except ValueError as error:
+                raise RefitError(f"{name} arrived as a change that cannot be applied: {error}.") from None
+        else:
+            if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
+                arrived = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+                raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {arrived}.")
+            copy.copy_(tensor)
+        if tensor_digest(copy) != entry.digest:
             raise RefitError(f"{name}: its bytes are not those that the trainer announced.")
-        if name.endswith(SCALE_SUFFIX) and not bool((copy.isfinite() & (copy > 0)).all()):
+        self._staged[name] = copy
+        self._arrived.add(name)
+
+    def _check_scales(self, names: Sequence[str]) -> None:
+        scales = [self._staged[name] for name in names]
+        if scales and not _positive(torch.cat([scale.flatten() for scale in scales])):
+            name = next(name for name, scale in zip(names, scales, strict=True) if not _positive(scale))
             raise RefitError(f"{name} holds a scale that is zero, negative or not finite.")
-        self._staged[name], self._digests[name] = copy, digest
+
+
+def _positive(scale: Tensor) -> bool:
+    return bool((scale.isfinite() & (scale > 0)).all())

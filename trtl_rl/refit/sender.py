@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from trtl_rl.errors import EngineError, RefitError
+from trtl_rl.refit import delta
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult, buckets
+
+Mode = Literal["full", "delta"]
 
 
 class RefitTarget(Protocol):
     """The part of an engine that takes weights."""
 
-    def begin_refit(self, manifest: Manifest) -> None: ...
+    def begin_refit(self, manifest: Manifest) -> bool: ...
     def write(self, bucket: Bucket) -> None: ...
     def finish_refit(self) -> RefitResult: ...
     def abort_refit(self) -> None: ...
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A version that was sent: what the next one is compared with."""
+
+    tensors: Mapping[str, Tensor]
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class RefitReport:
-    """What a refit moved and how long its stages took, in seconds; ``finish`` includes the engine's ``decode``."""
+    """What a refit moved, and how long its stages took in seconds.
+
+    Attributes:
+        bytes: Of what was sent.
+        changed_frac: Share of the version's bytes whose elements differ from the version before.
+        move: Digests, comparison, and transport with the engine's checks of it.
+        decode: The engine's codes to operands, beside generation.
+        finish: From the last bucket until the version was live, ``decode`` included.
+        pause: The part of ``finish`` in which the engine could not generate.
+    """
 
     bytes: int
     changed_frac: float
     move: float
     decode: float
     finish: float
+    pause: float
+    sent: Sent
 
 
 def send(
@@ -41,23 +63,31 @@ def send(
     version: int,
     coverage: str,
     bucket_bytes: int,
-    previous: Mapping[str, Tensor] | None = None,
+    mode: Mode = "full",
+    previous: Sent | None = None,
+    before_finish: Callable[[], None] = lambda: None,
 ) -> RefitReport:
     """Bring ``target`` to ``version``, whose tensors are given in the layout of ``tensor_specs``.
 
     Args:
-        previous: The version before, to report which share of bytes has changed.
+        mode: ``delta`` sends what changed since ``previous``, tensor by tensor where that is shorter; and everything when there
+            is no ``previous`` or the engine holds another version.
+        previous: The version before, also to report which share of bytes has changed.
+        before_finish: Called when everything has arrived, while the engine still generates with the version before.
 
     Raises:
-        RefitError: the engine refused, or ended at another digest; it will not generate until a full refit succeeds.
+        RefitError: the engine refused, and is at the version before; or it ended at another digest.
     """
     start = time.perf_counter()
     manifest = Manifest.of(tensors, version, coverage)
-    target.begin_refit(manifest)
+    base = previous if mode == "delta" else None
+    takes_changes = target.begin_refit(replace(manifest, base=None if base is None else base.manifest.digest))
     try:
-        for bucket in buckets(tensors, bucket_bytes):
+        chosen, changed = choose(tensors, manifest, previous, takes_changes)
+        for bucket in buckets(chosen.tensors, bucket_bytes, chosen.packed):
             target.write(bucket)
         moved = time.perf_counter()
+        before_finish()
         result = target.finish_refit()
         finished = time.perf_counter()
     except BaseException:
@@ -68,8 +98,38 @@ def send(
         raise RefitError(
             f"After the refit to version {version} the engine is at {result.version}, or its digest differs."
         )
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    changed = total
-    if previous is not None:
-        changed = sum(int((t != previous[n]).sum()) * t.element_size() for n, t in tensors.items())
-    return RefitReport(total, changed / total, moved - start, result.decode_seconds, finished - moved)
+    return RefitReport(
+        bytes=sum(tensor.nbytes for tensor in chosen.tensors.values()),
+        changed_frac=changed / sum(tensor.nbytes for tensor in tensors.values()),
+        move=moved - start,
+        decode=result.decode_seconds,
+        finish=finished - moved,
+        pause=result.pause_seconds,
+        sent=Sent(tensors, manifest),
+    )
+
+
+def choose(
+    tensors: Mapping[str, Tensor], manifest: Manifest, previous: Sent | None, takes_changes: bool
+) -> tuple[Bucket, int]:
+    """What to send, and how many bytes of the version changed; each tensor is compared once, and only if its digest differs."""
+    before = {} if previous is None else previous.manifest.digests
+    chosen: dict[str, Tensor] = {}
+    packed: set[str] = set()
+    total = 0
+    for name, digest in manifest.digests.items():
+        tensor = tensors[name]
+        changed, small = tensor.numel(), None
+        if before.get(name) == digest:
+            changed = 0
+        elif previous is not None and takes_changes:
+            changed, small = delta.pack(tensor, previous.tensors[name])
+        elif previous is not None:
+            changed = delta.changed_elements(tensor, previous.tensors[name])
+        total += changed * tensor.element_size()
+        if small is not None:
+            chosen[name] = small
+            packed.add(name)
+        elif changed or not takes_changes:
+            chosen[name] = tensor
+    return Bucket(chosen, frozenset(packed)), total

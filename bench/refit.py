@@ -1,0 +1,369 @@
+"""Refits: moving one beside a plain copy, the engine's pause, deltas after real RL steps, growing models, and checkpoints.
+
+    python bench/refit.py MODEL_DIRECTORY GSM8K_TRAIN.jsonl [--largest 1000]
+
+MODEL_DIRECTORY holds SmolLM2-135M (``bench/prepare_smollm2.py``). What is compared is taken in turns in one run, one thread for
+each process, medians of five; times are ratios to one copy of the same bytes between two buffers that were used before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import write_result
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trtl_rl.config import LossConfig, OptimizerConfig
+from trtl_rl.engines.host import HostedEngine
+from trtl_rl.engines.torch_engine.engine import TorchEngine
+from trtl_rl.flops.formulas import ModelShape
+from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
+from trtl_rl.losses.loss import make_loss
+from trtl_rl.model.bind import TrainableDecoder
+from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, tensor_specs
+from trtl_rl.recipe.coverage import Coverage, CoveredLinear
+from trtl_rl.recipe.recipe import Recipe
+from trtl_rl.refit import delta
+from trtl_rl.refit.channel import Receiver, SharedMemorySender
+from trtl_rl.refit.manifest import Bucket, Manifest, buckets
+from trtl_rl.refit.receiver import RefitReceiver
+from trtl_rl.refit.sender import Sent, choose, send
+from trtl_rl.rollout import Group, Prompt, Request, Sampling
+from trtl_rl.trainer.learner import Learner
+
+REPEATS = 5
+BUCKET = 16 * 2**20  # the default of refit.bucket_bytes
+Tensors = dict[str, Tensor]
+
+
+def turns(works: Mapping[str, Callable[[], float]], repeats: int = REPEATS) -> dict[str, list[float]]:
+    """Seconds that each work says it took, taken in turns after two rounds that do not count."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for round in range(repeats + 2):
+        for name, work in works.items():
+            seconds = work()
+            if round >= 2:
+                taken[name].append(seconds)
+    return taken
+
+
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """The same work, which says how many seconds it took."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return run
+
+
+def ratios(taken: Mapping[str, list[float]], base: str) -> dict[str, Any]:
+    """Medians, their spread, and what they are against ``base``."""
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    return {
+        "ms": {name: round(value * 1e3, 2) for name, value in medians.items()},
+        "ms_min_max": {name: [round(1e3 * f(v), 2) for f in (min, max)] for name, v in taken.items()},
+        "against_copy": {name: round(value / medians[base], 2) for name, value in medians.items()},
+    }
+
+
+def size(tensors: Mapping[str, Tensor]) -> int:
+    """In bytes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def copying(tensors: Tensors, into: Tensors) -> Callable[[], float]:
+    """One copy of the same bytes."""
+    return timed(lambda: [into[name].copy_(tensor) for name, tensor in tensors.items()])
+
+
+def through_a_checkpoint(tensors: Tensors, into: Tensors, directory: Path) -> Callable[[], float]:
+    """Write a safetensors file and read every byte of it; not synced, so that it is the page cache that is timed."""
+    path = directory / "model.safetensors"
+
+    def work() -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        for name, tensor in load_file(path).items():
+            into[name].copy_(tensor)
+
+    return timed(work)
+
+
+def deliver(
+    new: Tensors, before: Sent, mode: str, begin: Callable[[Manifest], bool], write: Callable[[Bucket], None]
+) -> None:
+    """As ``send`` does, up to the last bucket; a full refit is not compared with the version before."""
+    manifest = Manifest.of(new, before.manifest.version + 1, before.manifest.coverage)
+    base = before.manifest.digest if mode == "delta" else None
+    takes_changes = begin(replace(manifest, base=base))
+    chosen, _ = choose(new, manifest, before if takes_changes else None, takes_changes)
+    for bucket in buckets(chosen.tensors, BUCKET, chosen.packed):
+        write(bucket)
+
+
+# --- one model through a child ---
+
+
+def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch: Path) -> dict[str, Any]:
+    """Full and delta to an idle child, until the child has checked the last bucket; decoding is not in it."""
+    coverage = description.coverage.digest
+    before = Sent(old, Manifest.of(old, 0, coverage))
+    result: dict[str, Any] = {"bytes": size(new)}
+    into = {name: torch.empty_like(tensor) for name, tensor in new.items()}
+    works: dict[str, Callable[[], float]] = {
+        "one copy": copying(new, into),
+        "digests, one side": timed(lambda: Manifest.of(new, 1, coverage)),
+        "safetensors": through_a_checkpoint(new, into, scratch),
+        "pack a delta": timed(lambda: [delta.pack(tensor, old[name]) for name, tensor in new.items()]),
+    }
+    engines = []
+    for channel in ("shared_memory", "stream"):
+        engine = HostedEngine(scratch / f"{channel}.log", threads=1, timeout=600, refit_timeout=600, channel=channel)  # type: ignore[arg-type]
+        engines.append(engine)
+        sizes = {"slots": 1, "context": 64, "stop_ids": []}
+        engine.configure(description.to_json(), KernelSet(False).identity, False, **sizes)
+        send(engine, old, version=0, coverage=coverage, bucket_bytes=BUCKET)
+
+        def work(mode: str, engine: HostedEngine = engine) -> float:
+            start = time.perf_counter()
+            deliver(new, before, mode, engine.begin_refit, engine.write)
+            engine._line.await_write()
+            seconds = time.perf_counter() - start
+            engine.abort_refit()  # waits until what has arrived is decoded
+            return seconds
+
+        works[f"full, {channel}"] = lambda work=work: work("full")  # type: ignore[misc]
+        works[f"delta, {channel}"] = lambda work=work: work("delta")  # type: ignore[misc]
+    try:
+        return {**result, **ratios(turns(works), "one copy")}
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+# --- the pause ---
+
+
+def pausing(versions: list[Tensors], description: DecoderDescription) -> dict[str, Any]:
+    """Gaps between steps of an engine that decodes new versions beside generation, as the child of a host does."""
+    kernels = KernelSet(find_compiler() is not None)
+    engine = TorchEngine(description, kernels, slots=8, context=4096, stop_ids=[])
+    coverage = description.coverage.digest
+    send(engine, versions[0], version=0, coverage=coverage, bucket_bytes=BUCKET)
+    engine.submit([Request(0, [5, 6, 7], 8, Sampling(1.0, 4000), (0, 0, 0))])
+
+    def steps(until: Callable[[], bool]) -> list[float]:
+        gaps, last = [], time.perf_counter()
+        while not until():
+            engine.step()
+            gaps.append((now := time.perf_counter()) - last)
+            last = now
+        return gaps
+
+    def arrive(tensors: Tensors, version: int) -> None:
+        engine.begin_refit(Manifest.of(tensors, version, coverage))
+        for bucket in buckets(tensors, BUCKET):
+            engine.write(bucket)
+        engine.refit.decode()
+
+    rows = []
+    for version in range(1, 3 + REPEATS):
+        count = iter(range(12))
+        quiet = steps(lambda count=count: next(count, None) is None)  # type: ignore[misc]
+        thread = threading.Thread(target=arrive, args=(versions[version % len(versions)], version))
+        kernels.gil_free = True
+        thread.start()
+        beside = steps(lambda thread=thread: not thread.is_alive())  # type: ignore[misc]
+        kernels.gil_free = False
+        start = time.perf_counter()
+        result = engine.finish_refit()
+        engine.step()
+        first = time.perf_counter() - start
+        median = statistics.median(quiet)
+        rows.append(
+            {
+                "median_step": median,
+                "longest_quiet_step": max(quiet),
+                "median_step_beside_a_refit": statistics.median(beside),
+                "gap_of_the_swap_less_median": first - median,
+                "longest_gap_less_median": max([*beside, first]) - median,
+                "swap": result.pause_seconds,
+                "decode_beside": result.decode_seconds,
+            }
+        )
+    rows = rows[2:]
+    return {f"{name}_ms": round(1e3 * statistics.median(row[name] for row in rows), 2) for name in rows[0]}
+
+
+# --- deltas after real steps ---
+
+
+def learning(path: str, data: str, steps: int = 5) -> tuple[list[Tensors], DecoderDescription, list[dict[str, float]]]:
+    """AdamW steps at lr 1e-6 on GSM8K prompts; the reward is how many digits an answer has, which every model can learn."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    shape, parameters = ModelShape.from_hf_config(model.config), model.num_parameters()
+    Recipe.load("fp8_block").apply(model)
+    rows = [json.loads(line) for line in Path(data).read_text().splitlines()[: 2 * steps]]
+    kernels = KernelSet(find_compiler() is not None, backward=True)
+    decoder = TrainableDecoder(model, kernels, 512)
+    versions = [decoder.refresh(0)]
+    d = decoder.description
+    optimizer = OptimizerConfig(lr=1e-6)
+    learner = Learner(decoder, make_loss(LossConfig()), optimizer, shape=shape, temperature=1.0, steps=steps)
+    engine = TorchEngine(d, kernels, slots=16, context=512, stop_ids=[tokenizer.eos_token_id])
+    sent = send(engine, versions[0], version=0, coverage=d.coverage.digest, bucket_bytes=BUCKET).sent
+    out = []
+    for step in range(steps):
+        texts = [row["question"] for row in rows[2 * step : 2 * step + 2]]
+        groups = [Group(i, step, Prompt(i, 0, tokenizer(text)["input_ids"], text)) for i, text in enumerate(texts)]
+        requests = [Request(-1 - i, g.prompt.ids, 4, Sampling(1.0, 48), (0, i, step)) for i, g in enumerate(groups)]
+        for completion in engine.probe(requests):
+            groups[-1 - completion.request_id].completions.append(completion)
+        for group in groups:
+            answers = tokenizer.batch_decode([item.ids for item in group.completions])
+            group.rewards = [sum(map(str.isdigit, text)) / 10 for text in answers]
+        update = learner.update(groups, step)
+        versions.append(decoder.refresh(step + 1))
+        report = send(
+            engine, versions[-1], version=step + 1, coverage=d.coverage.digest, bucket_bytes=BUCKET, mode="delta", previous=sent
+        )  # fmt: skip
+        sent = report.sent
+        out.append(
+            {
+                "stepped": update.stepped,
+                "bytes": report.bytes,
+                "share_of_bf16_full": round(report.bytes / (2 * parameters), 5),
+                "share_of_fp8_full": round(report.bytes / size(versions[-1]), 5),
+                "changed_frac": round(report.changed_frac, 5),
+            }
+        )
+    return versions, d, out
+
+
+# --- growing models ---
+
+
+def grown(like: DecoderDescription, layers: int, hidden: int, vocab: int) -> DecoderDescription:
+    """A decoder of other sizes with the same formats."""
+    heads, wide = hidden // 64, 4 * hidden
+    shapes = dict(zip(LINEARS, [(hidden, hidden)] * 4 + [(wide, hidden)] * 2 + [(hidden, wide)], strict=True))
+    format = like.format(like.linear_name(0, "q_proj"))
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": 64}
+    new = replace(like, **sizes, intermediate=wide, vocab=vocab)
+    linears = [CoveredLinear(new.linear_name(i, role), shapes[role], format) for i in range(layers) for role in LINEARS]
+    linears.append(CoveredLinear("lm_head", (vocab, hidden), like.format("lm_head")))
+    return replace(new, coverage=Coverage(tuple(sorted(linears, key=lambda item: item.name))))
+
+
+def random_version(description: DecoderDescription) -> Tensors:
+    """Codes and scales drawn at once."""
+    out: Tensors = {}
+    for spec in tensor_specs(description):
+        if spec.name.endswith(SCALE_SUFFIX):
+            out[spec.name] = torch.rand(spec.shape) + 0.5
+        else:
+            kind = torch.uint8 if spec.dtype == torch.float8_e4m3fn else torch.int16
+            out[spec.name] = torch.randint(0, 0x7E, spec.shape, dtype=kind).view(spec.dtype)
+    return out
+
+
+def growing(like: DecoderDescription, largest: float, scratch: Path) -> list[dict[str, Any]]:
+    """Growing models with random weights, up to ``largest`` million parameters."""
+    rows = []
+    for layers, hidden, vocab in ((4, 128, 2048), (6, 384, 4096), (12, 832, 16384), (15, 2048, 16384)):
+        description = grown(like, layers, hidden, vocab)
+        shapes = [spec.shape for spec in tensor_specs(description) if not spec.name.endswith(SCALE_SUFFIX)]
+        parameters = sum(map(math.prod, shapes))
+        if parameters <= largest * 1.1e6:
+            rows.append({"parameters": parameters, **at_size(description, scratch)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def at_size(description: DecoderDescription, scratch: Path) -> dict[str, Any]:
+    """Both sides in one process, one after the other: digests, packing, copying out, checks; and decoding apart."""
+    old = random_version(description)
+    new = dict(old)
+    for name, tensor in old.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            codes = tensor.view(torch.uint8).clone()
+            codes[torch.rand(codes.shape) < 0.005] ^= 1
+            new[name] = codes.view(tensor.dtype)
+    before = Sent(old, Manifest.of(old, 0, description.coverage.digest))
+    target = RefitReceiver(tensor_specs(description), description.coverage.digest)
+    ours, theirs = socket.socketpair()  # shared memory needs none
+    channel, reader = SharedMemorySender(), Receiver(theirs.makefile("rb"))
+    weights = DecoderWeights(description, KernelSet(False))
+    target.begin(before.manifest)
+    target.write(Bucket(old))
+    target.finish()
+
+    def move(mode: str) -> None:
+        deliver(new, before, mode, target.begin, lambda bucket: target.write(reader.receive(channel.pack(bucket))))
+        target.check()
+        target.abort()
+
+    into = {name: torch.empty_like(tensor) for name, tensor in new.items()}
+    works = {
+        "one copy": copying(new, into),
+        "full": timed(lambda: move("full")),
+        "delta of 0.5 %": timed(lambda: move("delta")),
+        "decode": timed(lambda: weights.load(new)),
+        "safetensors": through_a_checkpoint(new, into, scratch),
+    }
+    taken = ratios(turns(works), "one copy")
+    channel.close()
+    ours.close()
+    theirs.close()
+    per_byte = {name: round(value * 1e6 / size(new), 3) for name, value in taken["ms"].items()}
+    return {"bytes": size(new), "ns_per_byte": per_byte, **taken}
+
+
+def main() -> None:
+    """Measure and write ``results/refit.json``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("--largest", type=float, default=1000, help="millions of parameters")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    versions, description, steps = learning(a.model, a.data)
+    print(steps, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        moved = moving(versions[-2], versions[-1], description, Path(scratch))
+        print(moved, flush=True)
+        paused = pausing(versions[-3:], description)
+        print(paused, flush=True)
+        rows = growing(description, a.largest, Path(scratch))
+    write_result(
+        "refit",
+        {
+            "model": "SmolLM2-135M, FP8 block scales; codes, scales and the BF16 rest",
+            "delta_after_steps_at_lr_1e-6": steps,
+            "moving_to_an_idle_child": moved,
+            "generating_meanwhile": paused,
+            "growing_random_models": rows,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
