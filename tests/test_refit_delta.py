@@ -152,9 +152,10 @@ def history(first: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def operands(weights: DecoderWeights) -> list[Tensor]:
-    """Everything that a forward pass reads."""
-    rest = [tensor for layer in weights.layers for tensor in [*layer.before_weights(), *layer.after_weights()]]
-    return [weights.embedding, weights.norm, *weights.head.tensors(), *rest]
+    """Everything that a forward pass reads; packed copies are compared by what an engine answers."""
+    linears = [operand for layer in weights.layers for operand in layer.operands()]
+    norms = [x for layer in weights.layers for x in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)]
+    return [weights.embedding, weights.norm, *norms, *[operand.values for operand in [*linears, weights.head]]]
 
 
 def refit(engine: TorchEngine, tensors: dict[str, Tensor], version: int, **rest: object) -> RefitReport:
