@@ -198,7 +198,7 @@ class Loop:
             version=version,
             coverage=coverage,
             bucket_bytes=self.config.refit.bucket_bytes,
-            mode=self.config.refit.mode,
+            mode=self.config.refit.chosen_mode,
             previous=self._sent,
             before_finish=(lambda: self.engine.pause("finish")) if finish else (lambda: None),
         )

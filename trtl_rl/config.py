@@ -143,8 +143,10 @@ class BufferConfig(Part):
 class RefitConfig(Part):
     """How new weights travel to the engine."""
 
-    mode: Literal["full", "delta"] = Field(
-        "delta", description="Send every tensor, or what changed, where that is shorter and the engine has the base."
+    mode: Literal["auto", "full", "delta"] = Field(
+        "auto",
+        description="full: send every tensor. delta: what changed, where that is shorter and the engine has the base. auto: delta "
+        "through a stream; memory is copied faster than versions are compared.",
     )
     channel: Literal["shared_memory", "stream", "cuda_ipc"] = Field(
         "shared_memory",
@@ -152,6 +154,13 @@ class RefitConfig(Part):
     )
     bucket_bytes: Count = Field(16 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")
+
+    @property
+    def chosen_mode(self) -> Literal["full", "delta"]:
+        """``mode``, where ``auto`` is decided."""
+        if self.mode == "auto":
+            return "delta" if self.channel == "stream" else "full"
+        return self.mode
 
 
 class CheckpointConfig(Part):
