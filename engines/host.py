@@ -39,6 +39,9 @@ _ERRORS = {"UserError": UserError, "RefitError": RefitError}
 HEARTBEAT = 1.0  # seconds
 CHILD = "trtl_rl.engines.child"
 
+# glibc keeps what a step or a refit gives back, instead of returning it to the system and taking it anew, page by page.
+_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
 
 class HostedEngine:
     """Implements ``RolloutEngine`` by a child process that runs the embedded engine. Methods may be called by any thread.
@@ -71,7 +74,7 @@ class HostedEngine:
         ours, refits = socket.socketpair()
         self._line = RefitLine(ours, channel, refit_timeout)
         descriptors = [theirs.fileno(), refits.fileno()]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],

@@ -21,6 +21,7 @@ from trtl_rl.cli.main import app
 from trtl_rl.errors import EngineError
 from trtl_rl.kernels import autograd
 from trtl_rl.kernels.kernel_set import KernelSet
+from trtl_rl.kernels.ops import pack
 from trtl_rl.model import finite
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.model.kv import Blocks, Rows
@@ -89,8 +90,9 @@ def test_an_overflow_that_begins_in_a_later_decode_step_is_named() -> None:
     engine.submit([ask(0, samples=3)])
     for _ in range(4):
         engine.step()
-    engine.weights.layers[1].down.values.fill_(3e38)
-    engine.weights.layers[1].pack()
+    layer = engine.weights.layers[1]
+    layer.down.packed = pack(torch.full((layer.spec.down.columns, layer.spec.intermediate), 3e38))
+    layer.changed()
     with pytest.raises(EngineError, match=r"^model\.layers\.1\.mlp\.down_proj gives"):
         engine.step()
 

@@ -56,7 +56,7 @@ class EngineRefit:
         self.decode()
         _, manifest = self._receiver.check()
         assert self._decode_seconds is not None
-        self._buffer.swap(manifest.version)
+        self._buffer.swap(manifest.version, manifest.digests)
         self._receiver.finish()
         return RefitResult(manifest.version, manifest.digest, self._decode_seconds, time.perf_counter() - start)
 

@@ -6,7 +6,7 @@ equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,13 @@ SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight
 
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # of adapter checkpoints
+EMBEDDING = "model.embed_tokens.weight"
+_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "post_norm",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -71,19 +78,23 @@ def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
 class Operand:
     """What one GEMM needs: the weight [sum N, K], bias and adapters; parts are checkpoint linears one above the other.
 
+    Args:
+        packed: Keep the weight packed for decoding, as engines do: the values are gone once all parts were filled.
+
     Attributes:
         values: The decoded weight, float32 or with ``compute: bf16`` bfloat16.
+        packed: The weight as decoding multiplies it fastest, or None.
         down: A of all parts, [ranks, K], or None.
         ups: For each part with an adapter scaling·B, [N, rank].
     """
 
-    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device) -> None:
+    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device, packed: bool) -> None:
         self.spec = spec
         self.names = list(names)
         dtype = spec.operand_dtype
-        self.values = torch.zeros(spec.columns, spec.in_features, dtype=dtype, device=device)
+        self.packed = torch.zeros(0, dtype=dtype, device=device) if packed else None
+        self.values = torch.zeros(0 if packed else spec.columns, spec.in_features, dtype=dtype, device=device)
         self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
-        self.packed: Tensor | None = None  # an engine's: ``values`` as decoding multiplies them fastest
         self.gradient_values: Tensor | None = None  # a learner's, where DGrad and the forward pass see other weights
         self.down = torch.zeros(sum(spec.ranks), spec.in_features, dtype=dtype, device=device) if spec.adapted else None
         self.ups = {
@@ -95,6 +106,16 @@ class Operand:
         self.formats: dict[str, BlockFormat | None] = {}
         self._rank_starts = dict(zip(self.ups, _starts([rank for rank in spec.ranks if rank]), strict=True))
         self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
+        self._missing: set[str] = set()  # parts that a packed operand still waits for
+
+    def begin(self) -> None:
+        """Take new tensors in place of those that a packed operand shares with another version; all parts follow."""
+        assert self.packed is not None
+        self.values = self.values.new_empty(self.spec.columns, self.spec.in_features)
+        self._missing = set(self.names)
+        self.bias = None if self.bias is None else self.bias.clone()
+        self.down = None if self.down is None else self.down.clone()
+        self.ups = {name: up.clone() for name, up in self.ups.items()}
 
     def tensors(self) -> list[Tensor]:
         """What a unit takes: the operand; the bias, if there is one; the adapters' down and up projections."""
@@ -114,6 +135,10 @@ class Operand:
         for operand in (self.values, self.gradient_values):  # fill_gradient comes after, for the parts that differ
             if operand is not None:
                 operand[start : start + values.shape[0]].copy_(values)
+        if self.packed is not None:
+            self._missing.remove(name)
+            if not self._missing:
+                self.packed, self.values = pack(self.values), self.values.new_empty(0, self.spec.in_features)
 
     def fill_gradient(self, name: str, values: Tensor) -> None:
         """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""
@@ -141,7 +166,9 @@ class Operand:
 class LayerWeights:
     """One decoder layer's operands, norms and units."""
 
-    def __init__(self, description: DecoderDescription, index: int, units: LayerUnits, device: torch.device) -> None:
+    def __init__(
+        self, description: DecoderDescription, index: int, units: LayerUnits, device: torch.device, packed: bool
+    ) -> None:
         d = description
         self.index = index
         self.units = units
@@ -151,10 +178,10 @@ class LayerWeights:
         self.q_norm = torch.ones(d.head_dim, device=device)
         self.k_norm = torch.ones(d.head_dim, device=device)
         names = {role: d.linear_name(index, role) for role in LINEARS}
-        self.qkv = _operands(self.spec.qkv, [names[role] for role in LINEARS[:3]], device)
-        self.o = Operand(self.spec.o, [names["o_proj"]], device)
-        self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]], device)
-        self.down = Operand(self.spec.down, [names["down_proj"]], device)
+        self.qkv = _operands(self.spec.qkv, [names[role] for role in LINEARS[:3]], device, packed)
+        self.o = Operand(self.spec.o, [names["o_proj"]], device, packed)
+        self.gate_up = _operands(self.spec.gate_up, [names["gate_proj"], names["up_proj"]], device, packed)
+        self.down = Operand(self.spec.down, [names["down_proj"]], device, packed)
         self._before: list[Tensor] | None = None  # what units take, gathered once
         self._after: list[Tensor] | None = None
         # FP32 masters of a trainer in the order in which autograd returns their gradients: norms where the units take them;
@@ -182,10 +209,15 @@ class LayerWeights:
             self._after = [*self.o.tensors(), self.post_norm, *wide, *self.down.tensors()]
         return self._after
 
-    def pack(self) -> None:
-        """Pack all operands anew."""
-        for operand in self.operands():
-            operand.packed = pack(operand.values)
+    def copy(self) -> LayerWeights:
+        """The same tensors in an object of its own."""
+        other = copy(self)
+        other.qkv, other.gate_up = [copy(operand) for operand in self.qkv], [copy(operand) for operand in self.gate_up]
+        other.o, other.down = copy(self.o), copy(self.down)
+        return other
+
+    def changed(self) -> None:
+        """Gather the units' inputs anew."""
         self._before = self._after = None
 
     def after_gradient_weights(self) -> list[Tensor]:
@@ -198,7 +230,8 @@ class DecoderWeights:
     """All weights of one version, in the form that the kernels read.
 
     Args:
-        packed: Keep a packed copy of every operand for decoding (an engine's).
+        packed: Keep operands packed for decoding (an engine's). Then :meth:`load` replaces tensors, so that versions share
+            what is the same in both (:meth:`successor`); otherwise it fills them.
 
     Attributes:
         embedding: [V, hidden] float32 holding bfloat16 values.
@@ -211,51 +244,44 @@ class DecoderWeights:
         kernels.prepare(specs, d.head_spec())
         self.device = kernels.device
         self.head_units: HeadUnits = kernels.head(d.head_spec())
-        self._layer_units = [kernels.layer(spec) for spec in specs]
         self._formats = {item.name: item.format.forward_weight for item in d.coverage.linears}
         self._scalings = {adapter.name: adapter.scaling for adapter in d.adapters}
         self._packed = packed
-        self._allocate()
+        self.embedding = torch.zeros(d.vocab, d.hidden, device=self.device)
+        self.layers = [LayerWeights(d, i, kernels.layer(spec), self.device, packed) for i, spec in enumerate(specs)]
+        self.norm = torch.ones(d.hidden, device=self.device)
+        self.head = Operand(d.head_spec().linear, ["lm_head"], self.device, packed)
+        self.version = -1
+        self._operands = self._by_name()
 
-    def twin(self) -> DecoderWeights:
-        """Another set of operands, still without a version, for the same units."""
+    def successor(self) -> DecoderWeights:
+        """Packed weights that share all tensors with these: what is loaded into them changes nothing here."""
+        assert self._packed
         other = copy(self)
-        other._allocate()
+        other.layers, other.head = [layer.copy() for layer in self.layers], copy(self.head)
+        other._operands = other._by_name()
         return other
 
     def exchange(self, other: DecoderWeights) -> None:
-        """Trade places with a twin, in microseconds: who holds this object computes with the other's tensors from now on.
-
-        No tensor moves, so a captured graph stays valid for the set that it was captured with.
-        """
+        """Trade places with a successor, in microseconds: who holds this object computes with the other's tensors from now on."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
 
-    def _allocate(self) -> None:
-        d, device = self.description, self.device
-        self.embedding = torch.zeros(d.vocab, d.hidden, device=device)
-        self.layers = [LayerWeights(d, i, units, device) for i, units in enumerate(self._layer_units)]
-        self.norm = torch.ones(d.hidden, device=device)
-        self.head = Operand(d.head_spec().linear, ["lm_head"], device)
-        self.version = -1
-        self._operands = {name: op for layer in self.layers for op in layer.operands() for name in op.names}
-        self._operands["lm_head"] = self.head
-        self._vectors = {"model.norm.weight": self.norm}
-        for layer in self.layers:
-            prefix = f"model.layers.{layer.index}."
-            self._vectors[f"{prefix}input_layernorm.weight"] = layer.input_norm
-            self._vectors[f"{prefix}post_attention_layernorm.weight"] = layer.post_norm
-            if d.qk_norm:
-                self._vectors[f"{prefix}self_attn.q_norm.weight"] = layer.q_norm
-                self._vectors[f"{prefix}self_attn.k_norm.weight"] = layer.k_norm
-
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Decode a whole or partial version, given in the layout of :func:`tensor_specs`, into the operands."""
+        """Decode a whole or partial version, given in the layout of :func:`tensor_specs`.
+
+        Of a packed operand all parts must come, which :meth:`with_parts` sees to.
+        """
+        if self._packed:
+            touched = [self._operand_of(name) for name in tensors]
+            for operand in dict.fromkeys(operand for operand in touched if operand is not None):
+                operand.begin()
         for name, given in tensors.items():
             if name.endswith(SCALE_SUFFIX):
                 continue
             tensor = given.to(self.device)
-            if name in self._vectors:
-                self._vectors[name].copy_(tensor)
+            owner, attribute = self._vector(name)
+            if owner is not None:
+                self._put(owner, attribute, tensor)
                 continue
             adapter = next((suffix for suffix in (LORA_A, LORA_B) if name.endswith(suffix)), None)
             if adapter is not None:
@@ -264,18 +290,49 @@ class DecoderWeights:
                 self._operands[module].fill_adapter(module, a, b, self._scalings[module])
                 continue
             module, _, kind = name.rpartition(".")
-            if name == "model.embed_tokens.weight":
-                self.embedding.copy_(tensor)
+            if name == EMBEDDING:
+                self._put(self, "embedding", tensor)
                 if self.description.tied:
                     self._fill("lm_head", tensor, None)
             elif kind == "bias":
                 self._operands[module].fill_bias(module, tensor.float())
             else:
                 self._fill(module, tensor, tensors.get(name + SCALE_SUFFIX))
+        for layer in self.layers:
+            layer.changed()
+
+    def with_parts(self, names: set[str], available: Iterable[str]) -> set[str]:
+        """``names`` of tensors, and those among ``available`` that are decoded together with one of them."""
+        operands = {self._operand_of(name) for name in names} - {None}
+        return names | {name for name in available if self._operand_of(name) in operands}
+
+    def _operand_of(self, name: str) -> Operand | None:
+        """The operand that a tensor is a part of; None for norms and an embedding that is not the head too."""
+        if name == EMBEDDING:
+            return self.head if self.description.tied else None
+        for suffix in (f".weight{SCALE_SUFFIX}", LORA_A, LORA_B, ".weight", ".bias"):
+            if name.endswith(suffix):
+                return self._operands.get(name.removesuffix(suffix))
+        raise KeyError(name)
+
+    def _by_name(self) -> dict[str, Operand]:
+        operands = [operand for layer in self.layers for operand in layer.operands()]
+        return {name: operand for operand in [*operands, self.head] for name in operand.names}
+
+    def _vector(self, name: str) -> tuple[LayerWeights | DecoderWeights | None, str]:
+        """Whose attribute a norm's weight is."""
+        if name == "model.norm.weight":
+            return self, "norm"
+        _, _, rest = name.partition("model.layers.")
+        index, _, module = rest.partition(".")
+        attribute = _NORMS.get(module.removesuffix(".weight"))
+        return (self.layers[int(index)], attribute) if attribute else (None, "")
+
+    def _put(self, owner: LayerWeights | DecoderWeights, attribute: str, tensor: Tensor) -> None:
         if self._packed:
-            for layer in self.layers:
-                layer.pack()
-            self.head.packed = pack(self.head.values)
+            setattr(owner, attribute, tensor.to(torch.float32, copy=True))
+        else:
+            getattr(owner, attribute).copy_(tensor)
 
     def _fill(self, module: str, tensor: Tensor, scale: Tensor | None) -> None:
         format = self._formats[module]
@@ -308,9 +365,9 @@ class DecoderWeights:
         return Coverage(tuple(sorted(out, key=lambda item: item.name)))
 
 
-def _operands(specs: Sequence[LinearSpec], names: Sequence[str], device: torch.device) -> list[Operand]:
+def _operands(specs: Sequence[LinearSpec], names: Sequence[str], device: torch.device, packed: bool) -> list[Operand]:
     rest = list(names)
-    return [Operand(spec, [rest.pop(0) for _ in spec.out_features], device) for spec in specs]
+    return [Operand(spec, [rest.pop(0) for _ in spec.out_features], device, packed) for spec in specs]
 
 
 def _tensors(operands: Sequence[Operand]) -> list[Tensor]:
