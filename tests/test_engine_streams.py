@@ -140,6 +140,7 @@ def test_cancelling_in_the_middle_frees_slots_and_changes_nothing_else(decoder: 
         before = engine.unfinished
         engine.cancel([id])
         cancelled = engine.take_done()
+        assert sorted(item.sample for item in only(cancelled, [requests[id]])) == list(range(1 + id % 3))
         running = [item for item in cancelled if item.ids]
         assert engine.unfinished == before - len(running)
         gone += cancelled
