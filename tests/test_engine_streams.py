@@ -160,7 +160,7 @@ def test_cancelling_in_the_middle_frees_slots_and_changes_nothing_else(decoder: 
 @pytest.mark.parametrize("policy", ["continue", "finish"])
 def test_pauses_in_the_middle_change_nothing(decoder: TrainableDecoder, policy: Any) -> None:
     requests = stream(20)
-    engine = ready(decoder, slots=3)
+    engine = ready(decoder, slots=3, stop_ids=[])
     engine.submit(requests)
     expected = drain(engine)
     engine.submit(requests)
