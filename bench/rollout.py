@@ -148,11 +148,11 @@ def measure(workers: dict[str, Worker], work: Work, repeats: int) -> dict[str, A
 
 
 def sweep(workers: dict[str, Worker], works: dict[str, Work], repeats: int) -> dict[str, Any]:
-    """Tokens a second of every side for each work, and the ratio of the engine to ``generate``."""
+    """Tokens a second of every side for each work, all prompts at once."""
     out: dict[str, Any] = {}
     for label, work in works.items():
         for worker in workers.values():
-            worker.plan(work)
+            worker.plan(work, only_first=True)
         # Long answers take a minute a run, over which the machine's moments average out.
         turns = [
             {name: worker.seconds() for name, worker in workers.items()}

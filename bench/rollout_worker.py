@@ -81,9 +81,9 @@ class Worker:
         self._process.stdin.flush()
         return self._answer()
 
-    def plan(self, work: Work) -> dict[str, Any]:
-        """Make ready for a work: the chosen plan, and the seconds of each that was tried."""
-        return self.ask("plan", work=asdict(work))
+    def plan(self, work: Work, only_first: bool = False) -> dict[str, Any]:
+        """Make ready for a work: the chosen plan, and the seconds of each that was tried; or all prompts at once."""
+        return self.ask("plan", work=asdict(work), only_first=only_first)
 
     def seconds(self, first: bool = False) -> float:
         """Wall seconds of the whole work, or of one token a prompt."""
@@ -123,15 +123,19 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def choose(side: Any, work: Work) -> dict[str, Any]:
-    """Run every plan of a side once, keep the fastest, and leave the side warm with it."""
-    trials = {}
-    plans = side.plans(work)
+def choose(side: Any, work: Work, only_first: bool) -> dict[str, Any]:
+    """Run every plan of a side once, keep the fastest, and leave the side warm with it.
+
+    The first plan takes all prompts at once; ``only_first`` takes it without a run of the whole work.
+    """
+    trials: dict[str, float] = {}
+    plans = side.plans(work)[: 1 if only_first else None]
     for plan in plans:
         side.prepare(work, plan)
         side.run(work.first())
         start = time.perf_counter()
-        side.run(work)
+        if not only_first:
+            side.run(work)
         trials[plan] = round(time.perf_counter() - start, 4)
     best = min(trials, key=lambda plan: trials[plan])
     if best != plans[-1]:
@@ -159,7 +163,7 @@ def main() -> None:
         command = json.loads(line)
         if command["do"] == "plan":
             work = Work(**command["work"])
-            answer(**choose(side, work))
+            answer(**choose(side, work, command["only_first"]))
         elif command["do"] == "run":
             assert work is not None
             now = work.first() if command["first"] else work
