@@ -223,12 +223,13 @@ def main() -> None:
                 measured = measure(sides.workers, WORKS[name], a.repeats)
                 label = "Qwen3, 1.09 M parameters, random weights" if is_small else "SmolLM2-135M"
                 result["works"][name] = {"model": label, "work": text_of(WORKS[name]), **measured}
+                write_result("rollout", result)  # after each part: a later one that fails loses nothing
             swept = {name: worker for name, worker in sides.workers.items() if name in ("generate, FP32", ENGINES[0])}
             for name in sweeps if is_small else ():
                 print(f"tokens a second by {name}", flush=True)
                 result["sweeps"][name] = sweep(swept, SWEEPS[name], a.sweep_repeats)
+                write_result("rollout", result)
             sides.close()
-    write_result("rollout", result)
 
 
 if __name__ == "__main__":
