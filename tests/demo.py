@@ -23,13 +23,13 @@ EOS = 1  # of the bundled tokenizer; digits are 3 to 12, then + = and the comma
 PROMPT = [7, 10, 13, 11, 8, 14]  # "47+85="
 
 
-def make_decoder(recipe: str = "fp8_block") -> TrainableDecoder:
+def make_decoder(recipe: str = "fp8_block", context: int = CONTEXT) -> TrainableDecoder:
     """The bundled model, bound and loaded as version 0."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(find_model("demo").path, dtype=torch.float32)
     Recipe.load(recipe).apply(model)
-    decoder = TrainableDecoder(model, KernelSet(False, backward=True), CONTEXT)
+    decoder = TrainableDecoder(model, KernelSet(False, backward=True), context)
     decoder.refresh(0)
     return decoder
 
