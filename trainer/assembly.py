@@ -90,10 +90,15 @@ class Run:
             channel=c.refit.channel,
         )
         phases = Phases(self.metrics, 5)
+        if c.engine.fault is not None:
+            self.metrics.message(
+                "warning",
+                f"The engine will fail on purpose (engine.fault={c.engine.fault}); engine.fault=null ends that.",
+            )
         import torch
 
         if c.device == "cuda":
-            _check_cuda(c.compile, c.engine.path)
+            _check_cuda()
         torch.set_num_threads(c.threads)
         tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)
@@ -214,16 +219,7 @@ class Run:
         return TrainResult(status, reason, self.state.step, run_dir, last)
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
-        c = self.config
-        built = self.trainer.directory
-        most = self.trainer.source.context if built is None else built.max_context
-        limit = min(c.engine.max_context or most, most)
-        room = limit - c.sampling.max_new_tokens
-        if room < 1:
-            raise UserError(
-                f"sampling.max_new_tokens={c.sampling.max_new_tokens} leaves no room for a prompt: the context has {limit} tokens."
-            )
-        return Task(self.trainer.rows, c, tokenizer, room)
+        return Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
 
     def _context(self, task: Task) -> int:
         """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
@@ -290,6 +286,7 @@ class Run:
             self._kernels.identity,
             self._kernels.compiled,
             device=c.device,
+            fault=c.engine.fault,
             packages=None if (packages := self._packages()) is None else str(packages),
             **self._limits(decoder, context),
             context=context,
@@ -393,11 +390,9 @@ def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def _check_cuda(compiled: bool | None, directory: str | None) -> None:
-    """Raise UserError for what device=cuda cannot do here, before anything is loaded."""
+def _check_cuda() -> None:
+    """Raise UserError when there is no device, before anything is loaded."""
     import torch
 
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no CUDA device here. Use device=cpu, or a CUDA build of torch.")
-    if compiled or directory is not None:
-        raise UserError("compile=true and engine.path are for device=cpu: compiled operators are CPU code.")
