@@ -52,7 +52,5 @@ class Unanswered:
             if not numbers or time.monotonic() - self._moved <= limit:
                 return None
         some = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
-        return (
-            f"The engine lives, but it has computed nothing for {limit:g} s, and {len(numbers)} requests wait for answers: "
-            f"{some}"
-        )
+        wait = "1 request waits for an answer" if len(numbers) == 1 else f"{len(numbers)} requests wait for answers"
+        return f"The engine lives, but it has computed nothing for {limit:g} s, and {wait}: {some}"

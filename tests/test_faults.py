@@ -17,9 +17,11 @@ from trtl_rl import Trainer
 from trtl_rl.cli.main import app
 from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.engines.faulty import MODES, Fault, FaultyEngine
+from trtl_rl.engines.unanswered import Unanswered
 from trtl_rl.errors import EngineError, RefitError, UserError
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.sender import send
+from trtl_rl.rollout import Completion
 
 SOON = 60.0  # seconds in which a run of three steps must have ended, start included, on a busy machine
 
@@ -37,7 +39,7 @@ EXPECTED = {
     "partial_refit": Expected(r"\d+ of \d+ announced tensors never arrived, first model"),
     "reply_error": Expected(r"fails on purpose \(engine.fault=reply_error\): no memory left for version 2"),
     "never_reply": Expected(
-        r"(?s)(computed nothing for 8 s, and \d+ requests wait for answers: |answered 0 of \d+ probes).*Its log .*engine\.log",
+        r"(?s)(computed nothing for 8 s, and \d+ requests? waits? for an|answered 0 of \d+ probes).*Its log .*engine\.log",
         1,
         ("engine.timeout=8", "refit.timeout=8"),
     ),
@@ -190,6 +192,27 @@ def test_a_call_that_is_never_answered_ends_with_close(decoder: TrainableDecoder
 def test_a_fault_that_cannot_happen_is_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         Trainer(args=small(tmp_path / "run", **keys))
+
+
+# --- an engine that lives and answers nothing ---
+
+
+def test_an_engine_that_computes_for_long_is_not_taken_for_one_that_lost_a_request() -> None:
+    unanswered = Unanswered()
+    assert unanswered.overdue(0) is None, "nothing was asked"
+    unanswered.ask([ask(3, samples=2), ask(4)])
+    unanswered.came([], busy_seconds=0.5)
+    assert unanswered.overdue(5) is None
+    time.sleep(0.02)
+    unanswered.came([], busy_seconds=0.5)
+    assert "2 requests wait for answers: 3, 4" in str(unanswered.overdue(0.01))
+    unanswered.came([], busy_seconds=0.6)
+    assert unanswered.overdue(0.01) is None, "it computes"
+    unanswered.came([Completion(3, sample, [5], "length", 0, 0) for sample in range(2)], busy_seconds=0.6)
+    time.sleep(0.02)
+    assert "1 request waits for an answer: 4" in str(unanswered.overdue(0.01))
+    unanswered.withdraw([ask(4)])
+    assert unanswered.overdue(0.01) is None
 
 
 def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:

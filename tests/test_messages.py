@@ -70,7 +70,7 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
         (["stepps=3"], r"the command line: unknown key 'stepps'\. Did you mean 'steps'\?"),
         (["batch.promts=3"], r"unknown key 'batch.promts'\. Did you mean 'prompts'\?"),
         (["steps=0"], r"steps: Input should be greater than or equal to 1 \(got 0\)"),
-        (["sampling.temperature=0", "batch.group_size=1"], r"sampling.temperature: .*; batch.group_size: "),
+        (["sampling.temperature=-1", "batch.group_size=1"], r"sampling.temperature: .*; batch.group_size: "),
         (["loss.name=ppo"], r"loss.name: Input should be 'asympo'"),
         (["model=./missing"], r"There is no model './missing': neither a directory nor a hub name"),
         (["model=org/missing"], r"no directory 'org/missing', and the hub does not give a model"),

@@ -249,6 +249,11 @@ def _engine_directory(config: RunConfig, source: ModelSource, recipe: Recipe) ->
             f"engine.path={directory.path} was built with the recipe {directory.recipe['name']}, and recipe={recipe.name} is "
             "another one. Build an engine with this recipe, or leave engine.path out."
         )
+    if directory.architecture not in source.config["architectures"]:
+        raise UserError(
+            f"engine.path={directory.path} holds a {directory.architecture}, and model={source.name} is a "
+            f"{', '.join(source.config['architectures'])}. Build one: trtl-rl build-engine --model {source.name} --output DIR"
+        )
     if directory.source_digest != weights_digest(source.path):
         raise UserError(
             f"engine.path={directory.path} was built from other weights ({directory.model}) than those of model={source.name}. "

@@ -42,6 +42,9 @@ class TaskConfig(Part):
     chat: bool | None = Field(None, description="Apply the chat template; by default when the tokenizer has one.")
     shuffle: bool = True
     held_out: Annotated[int, Field(ge=0)] = Field(0, description="Rows kept for evaluation, never trained on.")
+    too_long: Literal["refuse", "skip"] = Field(
+        "refuse", description="Rows whose prompt leaves no room for the answer; skip: leave them out, and say how many."
+    )
 
 
 class RewardConfig(Part):
@@ -103,8 +106,8 @@ class SamplingConfig(Part):
     def _not_greedy(cls, value: float) -> float:
         if value == 0:
             raise ValueError(
-                "greedy answers of a group are all the same, so no group would carry a signal and nothing would be learned. "
-                "Choose a temperature above 0; evaluation.prompts measures greedy answers beside sampled ones"
+                "sampling.temperature=0 makes the answers of a group all the same, so no group would carry a signal and nothing "
+                "would be learned. Choose one above 0; evaluation.prompts measures greedy answers beside sampled ones"
             )
         return value
 
