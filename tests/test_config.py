@@ -96,6 +96,20 @@ def test_bounds_that_cross_are_refused() -> None:
     assert "loss.p_low (0.5) must be less than loss.p_high (0.1)" in refused("loss.p_low=0.5", "loss.p_high=0.1")
 
 
+def test_any_mismatch_stops_a_run_unless_it_is_told_otherwise() -> None:
+    assert load_config(None, []).parity.stop == 0
+    assert load_config(None, ["parity.stop=null", "parity.warn=1e-3"]).parity.warn == 1e-3
+    assert "parity.warn=0.001 cannot act: the run stops above parity.stop=0" in refused("parity.warn=1e-3")
+
+
+@pytest.mark.parametrize("override", ["compile=true", "engine.path=somewhere"])
+def test_compiled_operators_are_refused_on_cuda(override: str) -> None:
+    assert f"{override} does not go with device=cuda: compiled operators are CPU code" in refused(
+        "device=cuda", override
+    )
+    assert load_config(None, ["device=cuda", "compile=false"]).device == "cuda"
+
+
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from engine_dirs import build, checkpoint_of, edit
+from engine_dirs import build, checkpoint_of, edit, flip
 from models import CONTEXT, bind, tiny
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -255,13 +255,6 @@ class Wrong(NamedTuple):
 
 
 WEIGHTS = "model-00001-of-00001.safetensors"
-
-
-def flip(path: Path) -> None:
-    """Change the last byte."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def outside(path: Path) -> None:

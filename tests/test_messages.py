@@ -74,6 +74,13 @@ GOOD = {"prompt": "1+1=", "answer": "2"}
         (["loss.name=ppo"], r"loss.name: Input should be 'asympo'"),
         (["model=./missing"], r"There is no model './missing': neither a directory nor a hub name"),
         (["model=org/missing"], r"no directory 'org/missing', and the hub does not give a model"),
+        (["sampling.max_new_tokens=256"], r"leaves no room for a prompt: model=demo was made for 256 tokens"),
+        (
+            ["engine.max_context=20", "sampling.max_new_tokens=30"],
+            r"no room for a prompt: engine.max_context=20\. Lower",
+        ),
+        (["engine.max_context=999"], r"engine.max_context=999 is more than model=demo was made for \(256\)"),
+        (["engine.fault=skip_scale"], r"no engine.fault 'skip_scale'\. Did you mean 'skip_scales'\?"),
         (["data=missing.jsonl"], r"There is no data at missing.jsonl"),
         (["missing.yaml"], r"There is no configuration file missing.yaml"),
         (["steps=3", "model"], r"'model' is no override: write key=value"),
@@ -99,6 +106,11 @@ def test_wrong_input_is_one_message(command: Command, arguments: list[str], said
         (lines(GOOD, {"prompt": "x", "answer": "y"}) + "[1]\n", [], r"data\.jsonl, line 3: a list"),
         (lines({"prompt": "1+1=", "anwser": "2"}), [], r"Reward 'exact_match' needs the column 'answer'.*'anwser'\?"),
         (lines({"promt": "1+1=", "answer": "2"}), [], r"no column 'prompt'.*Did you mean 'promt'\?"),
+        (
+            lines(GOOD, {"prompt": "", "answer": "2"}),
+            [],
+            r"Row 1 \(from 0\) of .*data\.jsonl makes an empty prompt: remove the",
+        ),
         (lines(GOOD), ["task.prompt_column=question"], r"no column 'question'"),
     ],
 )

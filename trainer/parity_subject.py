@@ -114,9 +114,14 @@ class Subject:
     def _open_engine(self, path: Path) -> None:
         self._refuse_recipe("an engine directory")
         self.directory = EngineDirectory.open(path)
-        self.directory.check()
         self.recipe = Recipe.parse(self.directory.recipe["name"], self.directory.recipe["text"])
         own = find_model(str(path))
+        architectures = own.config.get("architectures") or []
+        if self.directory.architecture not in architectures:
+            raise UserError(
+                f"{path}: engine.json says {self.directory.architecture}, config.json says {', '.join(architectures)}. Build it "
+                "again with trtl-rl build-engine."
+            )
         config = {name: value for name, value in own.config.items() if name != "quantization_config"}
         self.source = ModelSource(str(path), own.path, config)
         self.name = f"{path}, built from {self.directory.model}"
@@ -128,6 +133,8 @@ class Subject:
     def check(self, progress: Progress | None = None) -> Checked:
         """Start an engine in a process of its own, let it answer, and score the answers with the trainer's forward."""
         o = self.options
+        if self.directory is not None:
+            self.directory.check(progress)
         requests, prompts = self._requests()
         context = max(len(request.ids) + request.sampling.max_new_tokens for request in requests)
         device, compiled = self._device(), self._compiled()
@@ -137,7 +144,11 @@ class Subject:
             log = Path(scratch) / "engine.log"
             engine = HostedEngine(log, threads=o.threads, timeout=_TIMEOUT, refit_timeout=_TIMEOUT)
             stack.callback(engine.close)
+            if progress is not None:
+                progress("loading the model", 0, 1)
             model, origin = self._load()
+            if progress is not None:
+                progress("loading the model", 1, 1)
             on_device: Any = model.to(device)  # type: ignore[arg-type]
             kernels = KernelSet(compiled, packages=packages, progress=progress, device=device)
             decoder = TrainableDecoder(on_device, kernels, context)

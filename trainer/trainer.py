@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -145,6 +146,9 @@ class Trainer:
             metrics.write("end", status="failed", step=step, text=f"{text}\n{kept}")
             if isinstance(error, UserError) and self._made_directory and step == 0:
                 shutil.rmtree(self.run_dir)  # the corrected command shall find it absent
+                if self.config.run_dir is None:
+                    with contextlib.suppress(OSError):  # runs/ holds others
+                        self.run_dir.parent.rmdir()
             raise
         finally:
             self._run = None
@@ -259,7 +263,7 @@ def _engine_directory(config: RunConfig, source: ModelSource, recipe: Recipe) ->
             f"engine.path={directory.path} was built from other weights ({directory.model}) than those of model={source.name}. "
             f"Build one: trtl-rl build-engine --model {source.name} --output DIR"
         )
-    directory.check(under="kernels/")  # the weights' digest is checked when they are loaded
+    directory.check()
     return directory
 
 
