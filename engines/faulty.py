@@ -7,9 +7,9 @@ is an accident that users of systems like this have reported; what catches it is
 ======================  ========================================  =============================  ===========================
 mode                    what goes wrong, from step N on           caught by                      the run ends with
 ======================  ========================================  =============================  ===========================
-``skip_scales``         the refit takes codes, never scales       the receiver's count           "7 of 59 announced tensors
+``skip_scales``         the refit takes codes, never scales       the receiver's count           "14 of 39 announced tensors
                                                                   against the manifest           never arrived"
-``partial_refit``       the refit takes its first tensors only    the same                       the same
+``partial_refit``       the refit takes half of each bucket       the same                       the same
 ``reply_error``         the refit is answered with an error       the call that was answered     the engine's own text
 ``never_reply``         requests and refits are never answered    ``engine.timeout`` (requests,  "did not answer", or
                                                                   probes), ``refit.timeout``     "computed nothing for 60 s"
@@ -101,7 +101,6 @@ class FaultyEngine:
         self._closed = threading.Event()
         self._dead = False
         self._manifest: Manifest | None = None  # of the open refit
-        self._taken = 0  # tensors of the open refit
         self._tensors: dict[str, Tensor] = {}  # what the refits so far have brought
         self._requests: dict[int, Request] = {}  # as they were asked
         self._answers: dict[_Asked, tuple[int, list[Completion]]] = {}  # the newest version's, of each prompt
@@ -185,7 +184,7 @@ class FaultyEngine:
 
     def begin_refit(self, manifest: Manifest) -> bool:
         self._check_alive()
-        self._manifest, self._taken = manifest, 0
+        self._manifest = manifest
         if self._strikes("die_at_step", manifest.version):
             self._die()
         if self._strikes("never_reply", manifest.version):
@@ -204,10 +203,9 @@ class FaultyEngine:
         if self._strikes("skip_scales", version):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}
         if self._strikes("partial_refit", version):
-            tensors = dict(list(tensors.items())[: max(0, len(self._manifest.tensors) // 2 - self._taken)])
+            tensors = dict(list(tensors.items())[: len(tensors) // 2])
         if self._fault.mode == "permute_after_refit":
             self._tensors.update({name: tensor.clone() for name, tensor in tensors.items() if name not in bucket.packed})
-        self._taken += len(tensors)
         self._inner.write(dataclasses.replace(bucket, tensors=tensors))
 
     def finish_refit(self) -> RefitResult:

@@ -205,7 +205,7 @@ def test_a_difference_is_shown_with_its_place_and_ends_with_1(built: Path, monke
     assert json.loads(trtl("verify-engine", built, "--json").stdout)["worst"]["position"] == 7
 
 
-def test_parity_of_a_run_is_checked_as_it_ran(tmp_path: Path) -> None:
+def test_parity_of_a_run_is_checked_as_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "run" / "checkpoints" / "step-00000002"
     whole.mkdir(parents=True)
     (whole / "state.json").write_text("{}")
@@ -221,6 +221,10 @@ def test_parity_of_a_run_is_checked_as_it_ran(tmp_path: Path) -> None:
     assert ran.recipe.name == "my/recipe.yaml" and ran.recipe.digest == Recipe.load("fp8_block").digest
     assert ran._compiled() is False and ran._device() == "cpu"
     assert subject("none", "").recipe.name == "none"
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    assert subject("none", "")._compiled() is False
+    with pytest.raises(UserError, match=r"its operators are compiled, which needs a C\+\+ compiler"):
+        subject("none", "", compile=True).check()
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="ran with device=cuda, and torch finds no CUDA device"):
             subject("none", "", device="cuda").check()

@@ -181,13 +181,21 @@ class Subject:
         return Checked(about, found)
 
     def _compiled(self) -> bool:
-        if self.options.compiled is not None:
-            return self.options.compiled
-        if self.directory is not None:
-            return bool(self.directory.kernels["compiled"])
-        if self.config is not None and self.config.compile is not None:
-            return self.config.compile
-        return self._device() == "cpu" and find_compiler() is not None
+        """As the options say, else as the subject ran or was built. Raises UserError when there is no compiler for it."""
+        compiler = find_compiler()
+        wanted = self.options.compiled
+        if wanted is None and self.directory is not None:
+            wanted = bool(self.directory.kernels["compiled"])
+        if wanted is None and self.config is not None:
+            wanted = self.config.compile
+        if wanted is None:
+            return self._device() == "cpu" and compiler is not None
+        if wanted and compiler is None:
+            raise UserError(
+                f"{self.name}: its operators are compiled, which needs a C++ compiler (g++ or clang++, or the CXX variable), and "
+                "none was found."
+            )
+        return wanted
 
     def _device(self) -> str:
         """The run's; a model and an engine directory are compared on the CPU."""
