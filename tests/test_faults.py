@@ -23,7 +23,7 @@ from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Completion
 
-SOON = 60.0  # seconds in which a run of three steps must have ended, start included, on a busy machine
+SOON = 45.0  # seconds from a run's start row to its end, timeouts of 8 s and two short steps included, on a busy machine
 
 
 class Expected(NamedTuple):
@@ -62,16 +62,15 @@ def test_every_mode_is_expected() -> None:
 def test_a_run_with_a_failing_engine_ends_in_time_says_why_and_keeps_its_work(mode: str, tmp_path: Path) -> None:
     expected, run_dir = EXPECTED[mode], tmp_path / "run"
     keys = [f"{key}={value}" for key, value in _flat(small(run_dir).model_dump(exclude_unset=True))]
-    begun = time.monotonic()
     result = CliRunner().invoke(app, ["run", *keys, f"engine.fault={mode}:2", *expected.keys])
-    assert time.monotonic() - begun < SOON
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), (result.output, result.exception)
     message = " ".join(result.stderr.splitlines())
     assert re.search(expected.said, message), message
     assert any("fail on purpose" in row["text"] for row in rows_of(run_dir, "message"))
     steps = [row["step"] for row in rows_of(run_dir, "step")]
     assert steps == list(range(1, expected.steps + 1))
-    (end,) = rows_of(run_dir, "end")
+    (start,), (end,) = rows_of(run_dir, "start"), rows_of(run_dir, "end")
+    assert end["time"] - start["time"] < SOON
     assert end["status"] == "failed" and checkpoints(run_dir) == [f"step-{expected.steps:08d}"]
 
     if mode not in ("die_at_step", "permute_after_refit"):
