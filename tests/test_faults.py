@@ -23,7 +23,9 @@ from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Completion
 
-SOON = 60.0  # seconds from a run's start row to its end, timeouts of 8 s and two short steps included, on a busy machine
+SOON = (
+    60.0  # seconds from a run's start row to its end, timeouts of 8 s and two short steps included, on a busy machine
+)
 
 
 class Expected(NamedTuple):

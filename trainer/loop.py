@@ -150,8 +150,13 @@ class Loop:
         taken = time.perf_counter()
         update = self.learner.update(groups, s.step)
         learned = time.perf_counter()
-        s.step = version  # the learner is there, whatever becomes of the engine
         self.ledger.add("learning", update.flops, learned - taken)
+        failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
+        try:
+            self._refit(version, out)
+        except EngineError as error:
+            failure = error
+        s.step = version
         # Counted before the next rollouts may begin, so that the counts of a synchronous run repeat too.
         self._describe(groups, out)
         out.update(self.ledger.step_metrics())
@@ -161,30 +166,34 @@ class Loop:
         self.ledger.add("search", 0, max(0.0, busy - self._busy))
         self._busy = busy
         s.tokens += tokens
-        try:
-            self._refit(version, out)
-            refitted = time.perf_counter()
+        refitted = time.perf_counter()
+        if failure is None:
             self.buffer.advance(version)
-            self.parity.after_refit(version, self.metrics, out)
-            out.update({"timing_s/refit": refitted - learned, "timing_s/parity": time.perf_counter() - refitted})
-        finally:  # what was learned is told even when the engine fails now
-            end = time.perf_counter()
-            s.seconds += end - start
-            s.step_seconds = [*s.step_seconds[-199:], end - start]
-            out.update(update.metrics)
-            out.update(
-                {
-                    "num_tokens": s.tokens,
-                    "perf/tokens_per_second": tokens / (end - start),
-                    "timing_s/step": end - start,
-                    "timing_s/rollout_wait": taken - start,
-                    "timing_s/learn": learned - taken,
-                    "timing_s/rewards": rewarded,
-                }
-            )
-            if any(vars(self.config.budget).values()):
-                out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, version)})
-            self.metrics.step(version, out.reduce())
+            try:
+                self.parity.after_refit(version, self.metrics, out)
+            except (EngineError, ParityError) as error:
+                failure = error
+        end = time.perf_counter()
+        s.seconds += end - start
+        s.step_seconds = [*s.step_seconds[-199:], end - start]
+        out.update(update.metrics)
+        out.update(
+            {
+                "num_tokens": s.tokens,
+                "perf/tokens_per_second": tokens / (end - start),
+                "timing_s/step": end - start,
+                "timing_s/rollout_wait": taken - start,
+                "timing_s/learn": learned - taken,
+                "timing_s/refit": refitted - learned,
+                "timing_s/rewards": rewarded,
+                "timing_s/parity": end - refitted,
+            }
+        )
+        if any(vars(self.config.budget).values()):
+            out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
+        self.metrics.step(s.step, out.reduce())
+        if failure is not None:
+            raise failure
         self._watch_signal(groups, update.stepped)
 
     def _refit(self, version: int, out: Accumulator) -> None:
