@@ -205,7 +205,9 @@ class FaultyEngine:
         if self._strikes("partial_refit", version):
             tensors = dict(list(tensors.items())[: len(tensors) // 2])
         if self._fault.mode == "permute_after_refit":
-            self._tensors.update({name: tensor.clone() for name, tensor in tensors.items() if name not in bucket.packed})
+            self._tensors.update(
+                {name: tensor.clone() for name, tensor in tensors.items() if name not in bucket.packed}
+            )
         self._inner.write(dataclasses.replace(bucket, tensors=tensors))
 
     def finish_refit(self) -> RefitResult:

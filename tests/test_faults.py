@@ -24,7 +24,7 @@ from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Completion
 
 SOON = (
-    60.0  # seconds from a run's start row to its end, timeouts of 8 s and two short steps included, on a busy machine
+    60.0  # seconds from a run's start row to its end, timeouts of 20 s and two short steps included, on a busy machine
 )
 
 
@@ -41,9 +41,9 @@ EXPECTED = {
     "partial_refit": Expected(r"\d+ of \d+ announced tensors never arrived, first model"),
     "reply_error": Expected(r"fails on purpose \(engine.fault=reply_error\): no memory left for version 2"),
     "never_reply": Expected(
-        r"(?s)(computed nothing for 8 s, and \d+ requests? waits? for an|answered 0 of \d+ probes).*Its log .*engine\.log",
+        r"(?s)(computed nothing for 20 s, and \d+ requests? waits? for an|answered 0 of \d+ probes).*Its log .*engine\.log",
         1,
-        ("engine.timeout=8", "refit.timeout=8"),
+        ("engine.timeout=20", "refit.timeout=20"),
     ),
     "die_at_step": Expected(r"(?s)status -9.*Its log .*The engine kills itself on purpose \(engine\.fault=die_at_step:2", 1),
     "permute_after_refit": Expected(r"At version 2 trainer and engine differ .*prompts that it never saw differ too"),
