@@ -16,8 +16,13 @@ from trtl_rl.recipe.audit import audit, audit_lines
 from trtl_rl.recipe.recipe import Recipe
 
 
-def build(model: str, output: Path, recipe: str, max_context: int | None, compiled: bool) -> int:
+def build(model: str, output: Path, backend: str, recipe: str, max_context: int | None, compiled: bool) -> int:
     """Build an engine directory and print what it holds."""
+    if backend == "tensorrt-llm":
+        raise UserError(
+            "This version builds no engine for TensorRT-LLM: the adapter that would start one, hand it the checkpoint and refit "
+            "it is missing, and nothing here was ever run with TensorRT-LLM. --backend torch is the embedded engine."
+        )
     chosen, source = Recipe.load(recipe), find_model(model)
     from trtl_rl.engines.build import build_engine
     from trtl_rl.kernels.kernel_set import find_compiler

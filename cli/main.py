@@ -6,10 +6,19 @@ Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted and saved.
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class Backend(str, Enum):
+    """Values of ``--backend``."""
+
+    torch = "torch"
+    tensorrt_llm = "tensorrt-llm"
+
 
 app = typer.Typer(
     help="Reinforcement learning for language models, with rollouts and training in one FP8 precision.",
@@ -52,6 +61,7 @@ def watch(
 def build_engine(
     model: Annotated[str, typer.Option(help="A directory, a hub name, or demo.")],
     output: Annotated[Path, typer.Option(help="The directory to make; it must not exist.")],
+    backend: Annotated[Backend, typer.Option(help="What will run it.")] = Backend.torch,
     recipe: Annotated[str, typer.Option(help="A recipe's name or file.")] = "fp8_block",
     max_context: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt plus answer; default: the model's.")
@@ -61,7 +71,7 @@ def build_engine(
     """Quantise a model and compile its operators once, into a directory from which engines start."""
     from trtl_rl.cli.engine import build
 
-    raise typer.Exit(_guard(lambda: build(model, output, recipe, max_context, not no_compile)))
+    raise typer.Exit(_guard(lambda: build(model, output, backend.value, recipe, max_context, not no_compile)))
 
 
 @app.command()

@@ -10,12 +10,15 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from trtl_rl.disk import sync, sync_tree
 from trtl_rl.engines.directory import INDEX, MANIFEST, EngineDirectory, FileEntry, Progress
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 4 * 2**30
 _PACKAGE_BYTES = 2 * 2**20  # of one compiled unit, about
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -55,10 +59,27 @@ def build_engine(
         progress: Called with a text, how much is done, and the total.
 
     Raises:
-        UserError: ``output`` exists, there is no room for it, the model is not supported or holds NaN or infinite weights.
+        UserError: ``output`` exists or cannot be made, there is no room for it, the model is not supported or holds NaN or
+            infinite weights.
     """
     progress = progress or (lambda text, done, total: None)
+    output = _place(output)
     context = _checked(source, recipe, output, max_context)
+    with _beside(output) as partial:
+        return _build(source, recipe, output, partial, context, compiled, shard_bytes, progress)
+
+
+def _build(
+    source: ModelSource,
+    recipe: Recipe,
+    output: Path,
+    partial: Path,
+    context: int,
+    compiled: bool,
+    shard_bytes: int,
+    progress: Progress,
+) -> EngineDirectory:
+    """Write everything into ``partial``, engine.json last."""
     progress("loading the model", 0, 1)
     from trtl_rl.kernels.kernel_set import KernelSet
     from trtl_rl.model.bind import describe, quantise_parameters
@@ -82,36 +103,48 @@ def build_engine(
     progress("quantising", 1, 1)
     kernels = KernelSet(compiled, progress=progress)
     kernels.prepare([description.layer_spec(i) for i in range(description.layers)], description.head_spec())
-    with _beside(output) as partial:
-        _write_shards(tensors, partial, shard_bytes, progress)
-        _write_configuration(source, partial, quantised, stops)
-        kernels.copy_packages(partial / "kernels")
-        files = _sync(partial, progress)
-        directory = EngineDirectory(
-            path=output,
-            model=str(source.path.resolve()) if Path(source.name).is_dir() else source.name,
-            architecture=source.config["architectures"][0],
-            source_digest=weights_digest(source.path),
-            parameters=parameters,
-            recipe={"name": recipe.name, "digest": recipe.digest, "text": recipe.text},
-            description=description,
-            weights_digest=Manifest.of(tensors, 0, "").digest,
-            kernels={"identity": kernels.identity, "compiled": compiled, "description": kernels.description},
-            max_context=context,
-            stop_ids=stops,
-            versions=versions(),
-            files=files,
-        )
-        _write(partial / MANIFEST, directory.to_json())
-        _sync_one(partial / MANIFEST)
+    _write_shards(tensors, partial, shard_bytes, progress)
+    _write_configuration(source, partial, quantised, stops)
+    kernels.copy_packages(partial / "kernels")
+    files = _checksums(partial, progress)
+    directory = EngineDirectory(
+        path=output,
+        model=str(source.path.resolve()) if Path(source.name).is_dir() else source.name,
+        architecture=source.config["architectures"][0],
+        source_digest=weights_digest(source.path),
+        parameters=parameters,
+        recipe={"name": recipe.name, "digest": recipe.digest, "text": recipe.text},
+        description=description,
+        weights_digest=Manifest.of(tensors, 0, "").digest,
+        kernels={"identity": kernels.identity, "compiled": compiled, "description": kernels.description},
+        max_context=context,
+        stop_ids=stops,
+        versions=versions(),
+        files=files,
+    )
+    _write(partial / MANIFEST, directory.to_json())
+    sync_tree(partial)
     return directory
+
+
+def _place(output: Path) -> Path:
+    """Where the engine will be: links followed. Raises UserError for what another directory cannot take the place of."""
+    try:
+        place = output.expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # links that go round in a circle
+        raise UserError(f"--output {output} leads nowhere: {error}.") from None
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UserError(f"{output} exists and is not an empty directory: name another --output, or remove it first.")
+    if place.is_mount() or Path.cwd().is_relative_to(place):
+        raise UserError(
+            f"--output {output} is in use as a directory: name one that is to be made in it, such as {output}/engine."
+        )
+    return place
 
 
 def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int | None) -> int:
     """Refuse what would fail later; returns the context."""
     check_architecture(SimpleNamespace(**source.config))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists and is not an empty directory: name another --output, or remove it first.")
     if max_context is not None and max_context > source.context:
         raise UserError(
             f"--max-context {max_context} is more than the {source.context} tokens that {source.name} was made for."
@@ -132,20 +165,25 @@ def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int
 @contextlib.contextmanager
 def _beside(output: Path) -> Iterator[Path]:
     """A directory beside ``output`` that takes its place when the block ends well, and vanishes when it does not."""
-    partial = output.with_name(output.name + ".partial")
+    from safetensors import SafetensorError
+
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
-        partial.mkdir(parents=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(".partial", f"{output.name}.", output.parent))
     except OSError as error:
-        raise UserError(f"{partial} cannot be made: {error.strerror}.") from None
+        raise UserError(f"No directory can be made in {output.parent}: {error.strerror}.") from None
     try:
+        partial.chmod(0o755)
         yield partial
-        _sync_one(partial)
         os.replace(partial, output)
-        _sync_one(output.parent)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        sync(output.parent)
+    except (OSError, SafetensorError) as error:
+        # safetensors has no errno: "... No space left on device (os error 28)"
+        number = error.errno if isinstance(error, OSError) else int((*_OS_ERROR.findall(str(error)), "0")[0])
+        if number in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"There was no room left for {output}: nothing was kept of it.") from None
+        if number in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UserError(f"{output} was made by somebody else meanwhile: it was left as it is.") from None
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -191,11 +229,17 @@ def _write_configuration(
 def quantization_config(description: DecoderDescription) -> dict[str, Any] | None:
     """``quantization_config`` as transformers and vLLM read it from FP8 block-scale checkpoints; None without FP8 weights.
 
+    Those know the activation schemes ``dynamic`` and ``static``. Where activations stay in high precision this says ``none``
+    (or ``mixed``: in some linears), which they refuse: better than another precision than the recipe's.
+
     Raises:
         UserError: the recipe has weights in blocks of several sizes, for which such checkpoints have no words.
     """
     linears = description.coverage.linears
-    formats = {item.format.forward_weight for item in linears if item.format.forward_weight is not None}
+    quantised = [item.format for item in linears if item.format.forward_weight is not None]
+    formats = {format.forward_weight for format in quantised if format.forward_weight is not None}
+    activations = {format.forward_activation is not None for format in quantised}
+    scheme = "mixed" if len(activations) > 1 else "dynamic" if True in activations else "none"
     if not formats:
         return None
     if len(formats) > 1:
@@ -204,34 +248,21 @@ def quantization_config(description: DecoderDescription) -> dict[str, Any] | Non
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
-        "activation_scheme": "dynamic",
+        "activation_scheme": scheme,
         "weight_block_size": list(format.block),
         **({"scale_fmt": "ue8m0"} if format.round == "pow2" else {}),
         "modules_to_not_convert": [item.name for item in linears if item.format.forward_weight is None],
     }
 
 
-def _sync(directory: Path, progress: Progress) -> dict[str, FileEntry]:
-    """Bring all files to the disk; returns size and hash of each."""
-    everything = sorted(directory.rglob("*"))
-    paths = [path for path in everything if path.is_file()]
-    for path in everything:
-        if path.is_dir():
-            _sync_one(path)
+def _checksums(directory: Path, progress: Progress) -> dict[str, FileEntry]:
+    """Size and hash of each file."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {}
     for done, path in enumerate(paths, 1):
-        _sync_one(path)
         entries[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, file_digest(path))
         progress("checksums", done, len(paths))
     return entries
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

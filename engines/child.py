@@ -27,6 +27,7 @@ from trtl_rl.refit.manifest import Manifest
 from trtl_rl.rollout import Request
 
 if TYPE_CHECKING:
+    from trtl_rl.engines.faulty import FaultyEngine
     from trtl_rl.engines.torch_engine.engine import TorchEngine
     from trtl_rl.kernels.kernel_set import KernelSet
 
@@ -43,7 +44,7 @@ class Child:
         self._connection = connection
         self._refits = Connection(os.dup(refits.fileno()))
         self._receiver = Receiver(refits.makefile("rb", buffering=0))  # what follows a bucket is the next message
-        self._engine: TorchEngine | None = None
+        self._engine: TorchEngine | FaultyEngine | None = None
         self._kernels: KernelSet | None = None
         self._waiting_pause: list[int] = []
         self._sent = 0.0
@@ -127,6 +128,7 @@ class Child:
         compiled: bool,
         packages: str | None,
         device: str,
+        fault: str | None,
         slots: int,
         context: int,
         stop_ids: list[int],

@@ -129,14 +129,16 @@ class EngineDirectory:
                 )
         return found
 
-    def check(self, progress: Progress | None = None, under: str = "") -> None:
-        """Compare the checksums of all files whose path begins with ``under``. Raises UserError for one that differs."""
-        names = [name for name in self.files if name.startswith(under)]
-        for done, name in enumerate(names, 1):
+    def check(self, progress: Progress | None = None) -> None:
+        """Compare the checksums of all files. Raises UserError for one that differs."""
+        for done, name in enumerate(self.files, 1):
             if file_digest(self._file(name)) != self.files[name].digest:
-                raise UserError(f"{self.path}: {name} was changed after the engine was built: its checksum differs.")
+                raise UserError(
+                    f"{self.path}: {name} was changed after the engine was built: its checksum differs. Build it again with "
+                    "trtl-rl build-engine."
+                )
             if progress is not None:
-                progress("checksums", done, len(names))
+                progress("checksums", done, len(self.files))
 
     def tensors(self) -> dict[str, Tensor]:
         """The checkpoint in the layout of ``tensor_specs``. Raises UserError when its digest is not the one that was built."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from trtl_rl.engines.engine import InFlight
 from trtl_rl.engines.refit_line import RefitLine
+from trtl_rl.engines.unanswered import Unanswered
 from trtl_rl.errors import EngineError, RefitError, UserError
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.refit.channel import ChannelName
@@ -96,7 +97,7 @@ class HostedEngine:
         self._version = -1
         self._failure: str | None = None
         self._heard = time.monotonic()
-        self._busy_seconds = 0.0  # as the child reports
+        self._unanswered = Unanswered()
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._reader.start()
 
@@ -107,15 +108,17 @@ class HostedEngine:
         compiled: bool,
         packages: str | None = None,
         device: str = "cpu",
+        fault: str | None = None,
         **limits: Any,
     ) -> None:
         """Build the engine in the child: decoder, kernels (their identity must match), slots and limits.
 
         Args:
             packages: Directory of compiled operators that is looked into before the cache.
+            fault: What goes wrong on purpose, see ``faulty.py``.
         """
         about = {"description": description, "kernels": kernels, "compiled": compiled, "device": device}
-        self._call("configure", **about, packages=packages, **limits)
+        self._call("configure", **about, packages=packages, fault=fault, **limits)
 
     def load(self, directory: Path) -> RefitResult:
         """Take version 0 from an engine directory; nothing is sent."""
@@ -129,13 +132,18 @@ class HostedEngine:
 
     @property
     def busy_seconds(self) -> float:
-        return self._busy_seconds
+        return self._unanswered.busy_seconds
 
     def coverage(self) -> Coverage:
         return Coverage.from_json(self._call("coverage"))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._call("submit", requests=[asdict(request) for request in requests])
+        self._unanswered.ask(requests)
+        try:
+            self._call("submit", requests=[asdict(request) for request in requests])
+        except BaseException:
+            self._unanswered.withdraw(requests)
+            raise
 
     def poll(self, timeout: float) -> list[Completion]:
         self._check()
@@ -148,6 +156,9 @@ class HostedEngine:
         if not done:
             self._check()
             self._check_heard()
+            # Whoever waits for a call has a time limit of his own.
+            if not self._answers and (missing := self._unanswered.overdue(self._timeout)) is not None:
+                raise self._error(missing)
         return done
 
     def cancel(self, ids: Sequence[int]) -> None:
@@ -260,8 +271,8 @@ class HostedEngine:
                 message = json.loads(self._connection.recv_bytes())
                 self._heard = time.monotonic()
                 if "completions" in message:
-                    self._busy_seconds = message["busy_seconds"]
                     done = [Completion(**fields) for fields in message["completions"]]
+                    self._unanswered.came(done, message["busy_seconds"])
                     for target, chosen in (
                         (self._completions, [c for c in done if c.request_id >= 0]),
                         (self._probes, [c for c in done if c.request_id < 0]),
@@ -280,6 +291,7 @@ class HostedEngine:
                     future.set_exception(self._error("The engine died"))
 
     def _answer(self, message: dict[str, Any]) -> None:
+        self._unanswered.moved()
         future = self._answers.get(message["id"])
         if future is None:
             return  # its caller gave up

@@ -35,3 +35,10 @@ def edit(path: Path, **values: Any) -> None:
     content = {**json.loads(file.read_text()), **values}
     del content["checksum"]
     file.write_text(json.dumps(directory_module._sealed(content)))
+
+
+def flip(path: Path) -> None:
+    """Change the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

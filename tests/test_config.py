@@ -48,7 +48,10 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, key: str, meant
         ("steps=", "steps: .*None"),
         ("seed=-1", "seed: .*0"),
         ("batch.group_size=1", "batch.group_size: .*2"),
-        ("sampling.temperature=0", "sampling.temperature: .*greater than 0"),
+        (
+            "sampling.temperature=0",
+            "sampling.temperature=0 makes the answers of a group all the same.*evaluation.prompts",
+        ),
         ("optimizer.lr=-1e-5", "optimizer.lr: .*greater than 0.*-1e-05"),
         ("optimizer.lr=.inf", "optimizer.lr: .*finite"),
         ("optimizer.max_grad_norm=.nan", "optimizer.max_grad_norm"),
@@ -91,6 +94,20 @@ def test_a_key_of_another_objective_is_refused(key: str, owner: str, other: str)
 
 def test_bounds_that_cross_are_refused() -> None:
     assert "loss.p_low (0.5) must be less than loss.p_high (0.1)" in refused("loss.p_low=0.5", "loss.p_high=0.1")
+
+
+def test_any_mismatch_stops_a_run_unless_it_is_told_otherwise() -> None:
+    assert load_config(None, []).parity.stop == 0
+    assert load_config(None, ["parity.stop=null", "parity.warn=1e-3"]).parity.warn == 1e-3
+    assert "parity.warn=0.001 cannot act: the run stops above parity.stop=0" in refused("parity.warn=1e-3")
+
+
+@pytest.mark.parametrize("override", ["compile=true", "engine.path=somewhere"])
+def test_compiled_operators_are_refused_on_cuda(override: str) -> None:
+    assert f"{override} does not go with device=cuda: compiled operators are CPU code" in refused(
+        "device=cuda", override
+    )
+    assert load_config(None, ["device=cuda", "compile=false"]).device == "cuda"
 
 
 @pytest.mark.parametrize(

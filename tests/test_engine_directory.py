@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from engine_dirs import build, checkpoint_of, edit
+from engine_dirs import build, checkpoint_of, edit, flip
 from models import CONTEXT, bind, tiny
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trtl_rl.engines import build as build_module
@@ -95,6 +96,21 @@ def test_the_configuration_says_fp8_as_other_engines_read_it(built: Path, tmp_pa
     }
 
 
+@pytest.mark.parametrize(("where", "scheme"), [("", "none"), ("down_proj.", "mixed")])
+def test_activations_that_stay_in_high_precision_are_not_called_dynamic(
+    tmp_path: Path, where: str, scheme: str
+) -> None:
+    text = (Path(build_module.__file__).parent.parent / "recipe" / "fp8_block.yaml").read_text()
+    (tmp_path / "recipe.yaml").write_text(
+        f"{text.rstrip()}\n    - quantizer_name: '*{where}input_quantizer'\n      enable: false\n"
+    )
+    path = build("demo", tmp_path / "engine", recipe=str(tmp_path / "recipe.yaml")).path
+    quantised = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert quantised["activation_scheme"] == scheme
+    with pytest.raises(ValueError, match=scheme):
+        transformers.FineGrainedFP8Config(**quantised)  # type: ignore[no-untyped-call]
+
+
 def test_every_file_is_listed_and_readable_by_others(built: Path) -> None:
     listed = set(EngineDirectory.open(built).files)
     there = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
@@ -119,15 +135,58 @@ def test_an_interrupted_build_leaves_nothing_that_looks_whole(tmp_path: Path, wh
     with pytest.raises(KeyboardInterrupt):
         build("demo", output, progress=progress)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "engine.partial").mkdir()
-    (tmp_path / "engine.partial" / "rubbish").write_text("of a build that was killed")
-    assert "rubbish" not in build("demo", output).files
-    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
-def test_a_disk_that_fills_up_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_touches_no_directory_that_it_did_not_make(tmp_path: Path) -> None:
+    theirs = tmp_path / "engine.partial"
+    theirs.mkdir()
+    (theirs / "notes").write_text("of somebody else")
+    assert "notes" not in build("demo", tmp_path / "engine").files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine", "engine.partial"]
+    assert (theirs / "notes").read_text() == "of somebody else"
+
+    def progress(text: str, done: int, total: int) -> None:
+        if text == "checksums":
+            (tmp_path / "other").mkdir(exist_ok=True)
+            (tmp_path / "other" / "file").write_text("made meanwhile")
+
+    with pytest.raises(UserError, match="other was made by somebody else meanwhile"):
+        build("demo", tmp_path / "other", progress=progress)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_link_is_followed_and_the_directory_one_stands_in_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large")
+    (tmp_path / "new link").symlink_to(tmp_path / "new")
+    for link, place in (("link", "large"), ("new link", "new")):
+        assert build("demo", tmp_path / link).path == tmp_path / place
+        assert (tmp_path / link).is_symlink() and EngineDirectory.open(tmp_path / link).files
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(UserError, match=r"circle leads nowhere"):
+        build("demo", tmp_path / "circle")
+    (tmp_path / "empty" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "here")
+    with pytest.raises(UserError, match=r"--output \. is in use .* such as \./engine"):
+        build("demo", Path())
+    assert (tmp_path / "empty" / "here").is_dir()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def full(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(build_module, "_write_configuration", full)
     with pytest.raises(UserError, match=r"no room left for .*engine: nothing was kept"):
@@ -196,13 +255,6 @@ class Wrong(NamedTuple):
 
 
 WEIGHTS = "model-00001-of-00001.safetensors"
-
-
-def flip(path: Path) -> None:
-    """Change the last byte."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def outside(path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from demo import small
-from engine_dirs import build, edit
+from engine_dirs import build, edit, flip
 from run_files import metrics_of, rows_of
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
@@ -21,10 +23,13 @@ from trtl_rl import Trainer
 from trtl_rl.cli.main import app
 from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.errors import UserError
+from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model.source import find_model, weights_digest
+from trtl_rl.recipe import recipe as recipe_module
+from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.trainer import parity_subject
 from trtl_rl.trainer.parity_check import Parity, Worst
-from trtl_rl.trainer.parity_subject import Checked
+from trtl_rl.trainer.parity_subject import Checked, Options, Subject
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +80,24 @@ def test_an_engine_that_is_not_of_the_run_is_refused_before_a_model_is_loaded(
         model=str(other)
     )
     assert "was built with the recipe fp8_block, and recipe=none is another one" in said(recipe="none")
+    for name, change, text in (
+        (
+            "edited",
+            lambda path: flip(path / "model-00001-of-00001.safetensors"),
+            "was changed after the engine was built",
+        ),
+        ("truncated", lambda path: os.truncate(path / "tokenizer.json", 9), "tokenizer.json has 9 bytes"),
+        ("newer", lambda path: edit(path, format=9), r"built by a newer version of trtl-rl (format 9"),
+        (
+            "another",
+            lambda path: edit(path, architecture="LlamaForCausalLM"),
+            "holds a LlamaForCausalLM, and model=demo is a",
+        ),
+    ):
+        change(Path(shutil.copytree(built, tmp_path / name)))
+        with pytest.raises(UserError) as error:
+            Trainer(args=small(tmp_path / "run", engine={"path": str(tmp_path / name)}))
+        assert text in str(error.value) and "uild" in str(error.value), "it says what to do"
     with pytest.raises(UserError, match=r"engine\.max_context=300 is more than .* was built for \(256\)"):
         Trainer(args=small(tmp_path / "run", engine={"path": str(built), "max_context": 300}))
     with pytest.raises(UserError, match="is no engine directory"):
@@ -106,12 +129,15 @@ def test_a_run_from_an_engine_directory_sends_nothing_first_and_is_the_same_run(
 
 
 @pytest.mark.slow
-def test_an_engine_of_another_configuration_or_with_other_codes_is_refused(other: Path, tmp_path: Path) -> None:
+def test_an_engine_of_another_configuration_or_with_other_codes_is_refused(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Path(shutil.copytree(find_model("demo").path, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
     engine = build(model, tmp_path / "eps").path
-    with pytest.raises(UserError, match=r"another config\.json than model=demo"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"another config\.json than model=demo"):
+        patch.setattr(KernelSet, "__init__", None)  # nothing is compiled before
         Trainer(args=small(tmp_path / "one", engine={"path": str(engine)})).train()
     engine = build(other, tmp_path / "codes").path
     edit(engine, source_digest=weights_digest(find_model("demo").path))
@@ -149,6 +175,8 @@ def test_build_inspect_and_verify_from_the_command_line(tmp_path: Path) -> None:
 def test_wrong_input_of_the_commands_is_one_message(built: Path, other: Path, tmp_path: Path) -> None:
     assert "There is no model 'nowhere'" in refused("build-engine", "--model", "nowhere", "--output", tmp_path / "new")
     assert "exists and is not an empty directory" in refused("build-engine", "--model", "demo", "--output", built)
+    backend = refused("build-engine", "--model", "demo", "--output", tmp_path / "new", "--backend", "tensorrt-llm")
+    assert "builds no engine for TensorRT-LLM: the adapter" in backend
     recipe = refused("build-engine", "--model", "demo", "--output", tmp_path / "new", "--recipe", "fp8_blok")
     assert "Did you mean 'fp8_block'?" in recipe
     assert "has no engine.json" in refused("inspect-engine", other)
@@ -175,6 +203,31 @@ def test_a_difference_is_shown_with_its_place_and_ends_with_1(built: Path, monke
     assert "token 6 of an answer" in result.stdout
     assert "prompt 3, sample 0, position 7, token 11: trainer -1.25, engine -1.5" in " ".join(result.stdout.split())
     assert json.loads(trtl("verify-engine", built, "--json").stdout)["worst"]["position"] == 7
+
+
+def test_parity_of_a_run_is_checked_as_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tmp_path / "run" / "checkpoints" / "step-00000002"
+    whole.mkdir(parents=True)
+    (whole / "state.json").write_text("{}")
+    text = (Path(recipe_module.__file__).parent / "fp8_block.yaml").read_text()
+
+    def subject(recipe: str, text: str, **keys: Any) -> Subject:
+        (whole / "recipe.yaml").write_text(text)
+        values = {"model": "demo", "recipe": recipe, **keys}
+        (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(values))
+        return Subject(str(tmp_path / "run"), Options())
+
+    ran = subject("my/recipe.yaml", text, compile=False)
+    assert ran.recipe.name == "my/recipe.yaml" and ran.recipe.digest == Recipe.load("fp8_block").digest
+    assert ran._compiled() is False and ran._device() == "cpu"
+    assert subject("none", "").recipe.name == "none"
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    assert subject("none", "")._compiled() is False
+    with pytest.raises(UserError, match=r"its operators are compiled, which needs a C\+\+ compiler"):
+        subject("none", "", compile=True).check()
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="ran with device=cuda, and torch finds no CUDA device"):
+            subject("none", "", device="cuda").check()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.errors import RewardError
+from trtl_rl.errors import RewardError, UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.rewards.runner import Reward, RewardRunner
@@ -163,3 +163,17 @@ def test_a_failing_engine_reaches_the_learner() -> None:
     with pytest.raises(OSError, match="the engine is gone"):
         buffer.take(30)
     rollouts.stop()
+
+
+def test_requests_that_make_no_sense_are_refused_and_greedy_groups_are_warned_about() -> None:
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=r"must be a number above 0\. For the likeliest tokens: greedy=True"):
+            Sampling(temperature, 4)
+    with pytest.raises(UserError, match="max_new_tokens=0"):
+        Sampling(1.0, 0)
+    with pytest.raises(UserError, match="Request 7 asks for 0 samples"):
+        Request(7, [1], 0, Sampling(1.0, 4), (0, 0, 0))
+    greedy = Sampling(1.0, 4, greedy=True)
+    with pytest.warns(UserWarning, match="Request 7 asks for 3 greedy samples, which are all the same"):
+        Request(7, [1], 3, greedy, (0, 0, 0))
+    Request(8, [1], 1, greedy, (0, 0, 0))

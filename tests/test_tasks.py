@@ -18,6 +18,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+SYSTEM_FREE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 USER = {"role": "user", "content": "x"}
 ANSWERED = [USER, {"role": "assistant", "content": "y"}]
 SYSTEM = {"role": "system", "content": "s"}
@@ -258,6 +259,33 @@ def test_a_large_data_set_is_checked_as_it_is_drawn(monkeypatch: pytest.MonkeyPa
     assert made.prompt(0, 0).text == "<s>abc"
     with pytest.raises(UserError, match=r"Row 1 .* 6 tokens"):
         made.prompt(1, 0)
+
+
+def test_prompts_that_are_too_long_are_counted_and_left_out_only_when_told_so() -> None:
+    prompts = ["abcdefg", "ab", "abcdefghij", "abc", "abcd", "a"]
+    with pytest.raises(
+        UserError, match=r"Row 0 .* 8 tokens, but at most 5 fit.* So do 2 of 6 rows, the longest with 11\."
+    ):
+        task(prompts, limit=5)
+    made = task(prompts, limit=5, too_long="skip", held_out=1)
+    assert (made.skipped, made.longest) == (2, 5)
+    order = made.order(0)
+    drawn = {order.at(i)[0] for i in range(6)}
+    assert drawn | {made.held_out_prompts(1)[0].id} == {1, 3, 4, 5} and len(drawn) == 3
+    whole = task(prompts, limit=11, too_long="skip", held_out=1)
+    assert whole.skipped == 0 and whole.held_out_prompts(1) == task(prompts, limit=11, held_out=1).held_out_prompts(1)
+    with pytest.raises(
+        UserError, match=r"Of 6 rows of fake rows 0 have prompts of at most 1 tokens, .* nothing to train on"
+    ):
+        task(prompts, limit=1, too_long="skip")
+    with pytest.raises(UserError, match=r"Row 1 .* makes an empty prompt"):
+        task(["abc", ""], SYSTEM_FREE, too_long="skip")
+
+
+def test_all_rows_of_a_large_set_are_measured_before_some_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtl_rl.tasks.task.CHECKED_ROWS", 2)
+    made = task(["ab", "abcdefg", "abc"], limit=5, too_long="skip")
+    assert (made.skipped, made.longest) == (1, 4)
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,20 @@ class Run:
             channel=c.refit.channel,
         )
         phases = Phases(self.metrics, 5)
+        if c.engine.fault is not None:
+            self.metrics.message(
+                "warning",
+                f"The engine will fail on purpose (engine.fault={c.engine.fault}); engine.fault=null ends that.",
+            )
         import torch
 
         if c.device == "cuda":
-            _check_cuda(c.compile, c.engine.path)
+            _check_cuda()
         torch.set_num_threads(c.threads)
         tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)
+        identity["task.too_long skips"] = task.skipped
+        _check_same_run(identity, saved.get("identity", identity))
         context = self._context(task)
         phases.next()
         recipe = self.trainer.recipe
@@ -214,16 +221,14 @@ class Run:
         return TrainResult(status, reason, self.state.step, run_dir, last)
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
-        c = self.config
-        built = self.trainer.directory
-        most = self.trainer.source.context if built is None else built.max_context
-        limit = min(c.engine.max_context or most, most)
-        room = limit - c.sampling.max_new_tokens
-        if room < 1:
-            raise UserError(
-                f"sampling.max_new_tokens={c.sampling.max_new_tokens} leaves no room for a prompt: the context has {limit} tokens."
+        task = Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
+        if task.skipped:
+            self.metrics.message(
+                "warning",
+                f"{task.skipped} of {len(self.trainer.rows)} rows are left out (task.too_long=skip): their prompts have more than "
+                f"{self.trainer.prompt_room} tokens, which is what fits beside sampling.max_new_tokens.",
             )
-        return Task(self.trainer.rows, c, tokenizer, room)
+        return task
 
     def _context(self, task: Task) -> int:
         """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
@@ -236,9 +241,14 @@ class Run:
 
     def _bind(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
         from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
-        from trtl_rl.model.bind import TrainableDecoder
+        from trtl_rl.model.bind import TrainableDecoder, describe
 
         c = self.config
+        if self.trainer.directory is not None and self.trainer.directory.description != describe(model):
+            raise UserError(
+                f"engine.path={self.trainer.directory.path} was built from a model with another config.json than model={c.model}. "
+                "Build an engine from this one."
+            )
         if c.device == "cuda":
             return self._bind_cuda(model, context)
         compiler = find_compiler()
@@ -259,8 +269,7 @@ class Run:
             progress=lambda text, done, total: self.metrics.progress(text, done, total, "units"),
         )
         decoder = TrainableDecoder(model, self._kernels, context)
-        if self.trainer.directory is not None:
-            self._check_directory(self.trainer.directory, decoder)
+        self._check_operators(self.trainer.directory)
         if self._kernels.compile_seconds:
             self.metrics.message(
                 "info",
@@ -290,6 +299,7 @@ class Run:
             self._kernels.identity,
             self._kernels.compiled,
             device=c.device,
+            fault=c.engine.fault,
             packages=None if (packages := self._packages()) is None else str(packages),
             **self._limits(decoder, context),
             context=context,
@@ -321,13 +331,9 @@ class Run:
     def _packages(self) -> Path | None:
         return None if self.trainer.directory is None else self.trainer.directory.packages
 
-    def _check_directory(self, directory: EngineDirectory, decoder: TrainableDecoder) -> None:
-        """Refuse an engine of another configuration; say it when its operators cannot be used."""
-        if directory.description != decoder.description:
-            raise UserError(
-                f"engine.path={directory.path} was built from a model with another config.json than model={self.config.model}."
-            )
-        if directory.kernels["identity"] != self._kernels.identity:
+    def _check_operators(self, directory: EngineDirectory | None) -> None:
+        """Say it when an engine directory's operators cannot be used."""
+        if directory is not None and directory.kernels["identity"] != self._kernels.identity:
             self.metrics.message(
                 "warning",
                 f"The operators in {directory.path} ({directory.kernels['description']}) are not those of this run "
@@ -393,11 +399,9 @@ def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def _check_cuda(compiled: bool | None, directory: str | None) -> None:
-    """Raise UserError for what device=cuda cannot do here, before anything is loaded."""
+def _check_cuda() -> None:
+    """Raise UserError when there is no device, before anything is loaded."""
     import torch
 
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no CUDA device here. Use device=cpu, or a CUDA build of torch.")
-    if compiled or directory is not None:
-        raise UserError("compile=true and engine.path are for device=cpu: compiled operators are CPU code.")

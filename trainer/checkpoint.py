@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtl_rl.disk import sync, sync_tree
 from trtl_rl.errors import UserError
 from trtl_rl.recipe import modelopt_state
 
@@ -63,12 +64,10 @@ def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], parts
     if parts.quantisers is not None:
         modelopt_state.write(parts.quantisers, partial)
     (partial / "state.json").write_text(json.dumps({"format": _FORMAT, **state}))
-    for path in partial.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    sync_tree(partial)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
+    sync(directory)
     for old in whole(directory)[:-keep]:
         shutil.rmtree(old)
     return target

@@ -112,11 +112,17 @@ class Learner:
         return Update(finish_metrics(metrics.reduce()), stepped, flops)
 
     @torch.no_grad()
-    def logprobs(self, prompts: Sequence[list[int]], completions: Sequence[Completion]) -> Tensor:
-        """Logprobs [tokens] float32 of completions under the loaded version, one after another, in CPU memory."""
+    def logprobs(
+        self, prompts: Sequence[list[int]], completions: Sequence[Completion], temperature: float | None = None
+    ) -> Tensor:
+        """Logprobs [tokens] float32 of completions under the loaded version, one after another, in CPU memory.
+
+        Args:
+            temperature: Of ``logits / temperature``; None: the run's.
+        """
         sequences = [[*prompt, *completion.ids] for prompt, completion in zip(prompts, completions, strict=True)]
         lengths = [len(completion.ids) for completion in completions]
-        return self.decoder.forward(sequences, lengths, self.temperature)[0].cpu()
+        return self.decoder.forward(sequences, lengths, temperature or self.temperature)[0].cpu()
 
     def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> Tensor:
         rows = [

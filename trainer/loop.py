@@ -34,7 +34,7 @@ from collections.abc import Callable
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.config import RunConfig
 from trtl_rl.engines.engine import RolloutEngine
-from trtl_rl.errors import EngineError, RewardError, UserError
+from trtl_rl.errors import EngineError, ParityError, RewardError, UserError
 from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
 from trtl_rl.refit.manifest import Manifest
@@ -84,16 +84,24 @@ class Loop:
         self._sent: Sent | None = None  # what the engine holds
 
     def run(self) -> str:
-        """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``."""
+        """Train. Returns why it ended: ``steps``, ``budget.flops`` …, ``interrupted``, ``no signal``.
+
+        Raises:
+            EngineError, RewardError, UserError, ParityError: somebody else has failed. The learner is whole, and was saved.
+        """
+        try:
+            return self._run()
+        except (EngineError, RewardError, UserError, ParityError):
+            if self.state.step:
+                self.save(self.state)
+            raise
+
+    def _run(self) -> str:
         reason = self._ended()
         if reason is None:
             self.worker.start()
         while reason is None:
-            try:
-                groups = self._next_batch()
-            except (EngineError, RewardError, UserError):
-                self._save_what_is_whole()
-                raise
+            groups = self._next_batch()
             if groups is None:
                 break  # stopped while waiting
             self._step(groups)
@@ -105,11 +113,6 @@ class Loop:
             if every and self.state.step % every == 0 and reason is None:
                 self.evaluate(self.state.step)
         return reason or "interrupted"
-
-    def _save_what_is_whole(self) -> None:
-        """The rollout side has failed between two updates: the learner is whole, and its work is worth keeping."""
-        if self.state.step:
-            self.save(self.state)
 
     def _ended(self) -> str | None:
         if self.stop:
@@ -142,14 +145,18 @@ class Loop:
 
     def _step(self, groups: list[Group]) -> None:
         s, start = self.state, self._waited_from
-        version = s.step
+        version = s.step + 1
         out = Accumulator()
         taken = time.perf_counter()
-        update = self.learner.update(groups, version)
+        update = self.learner.update(groups, s.step)
         learned = time.perf_counter()
         self.ledger.add("learning", update.flops, learned - taken)
-        self._refit(version + 1, out)
-        s.step = version + 1
+        failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
+        try:
+            self._refit(version, out)
+        except EngineError as error:
+            failure = error
+        s.step = version
         # Counted before the next rollouts may begin, so that the counts of a synchronous run repeat too.
         self._describe(groups, out)
         out.update(self.ledger.step_metrics())
@@ -160,10 +167,13 @@ class Loop:
         self._busy = busy
         s.tokens += tokens
         refitted = time.perf_counter()
-        self.buffer.advance(version + 1)
-        out.update(self.parity.after_refit(s.step, self.metrics))
+        if failure is None:
+            self.buffer.advance(version)
+            try:
+                self.parity.after_refit(version, self.metrics, out)
+            except (EngineError, ParityError) as error:
+                failure = error
         end = time.perf_counter()
-        self._watch_signal(groups, update.stepped)
         s.seconds += end - start
         s.step_seconds = [*s.step_seconds[-199:], end - start]
         out.update(update.metrics)
@@ -182,6 +192,9 @@ class Loop:
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
         self.metrics.step(s.step, out.reduce())
+        if failure is not None:
+            raise failure
+        self._watch_signal(groups, update.stepped)
 
     def _refit(self, version: int, out: Accumulator) -> None:
         decoder = self.learner.decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 
 import torch
@@ -13,7 +14,7 @@ from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import ParityError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.ledger import Ledger
-from trtl_rl.metrics import MetricsWriter
+from trtl_rl.metrics import Accumulator, MetricsWriter
 from trtl_rl.rollout import Completion, Request, Sampling
 from trtl_rl.trainer.learner import Learner
 
@@ -38,37 +39,67 @@ class ParityCheck:
         self.seed = config.seed
         self._asked = 0
 
-    def after_refit(self, version: int, metrics: MetricsWriter) -> dict[str, float]:
-        """Compare when it is due. Raises ParityError above ``parity.stop``."""
+    def after_refit(self, version: int, metrics: MetricsWriter, out: Accumulator) -> None:
+        """Compare when it is due, and put what was found into ``out``. Raises ParityError above ``parity.stop``."""
         due = self.config.every and (version % self.config.every == 0 or version == 1)
         if not due or not self.prompts:
-            return {}
+            return
+        found, raw = self._ask(self.prompts, version)
+        out.update(found)
+        largest = found["mismatch/max_abs"]
+        if largest <= self.config.warn:
+            return  # NaN does not
+        text = (
+            f"At version {version} trainer and engine differ in {found['mismatch/differing_tokens']:.0f} of "
+            f"{found['mismatch/tokens']:.0f} logprobs, by up to {largest:.3g}, first at token "
+            f"{found['mismatch/first_divergence']:.0f} of an answer."
+        )
+        if self.config.stop is None or largest <= self.config.stop:
+            metrics.message("warning", text)
+            return
+        raise ParityError(f"{text} The run stops (parity.stop={self.config.stop:g}): {self._cause(version, raw)}")
+
+    def _ask(self, prompts: list[list[int]], version: int) -> tuple[dict[str, float], bool]:
+        """What differs in answers to ``prompts``, and whether it is all explained by a forgotten temperature."""
         start = time.perf_counter()
         requests = []
-        for prompt in self.prompts:
+        for prompt in prompts:
             self._asked += 1
             requests.append(
                 Request(-self._asked, prompt, 4, self.sampling, (self.seed, -self._asked, version), logprobs=True)
             )
         by_id = {request.id: request for request in requests}
         completions = sorted(self.engine.probe(requests), key=lambda item: (-item.request_id, item.sample))
-        ours = self.learner.logprobs([by_id[c.request_id].ids for c in completions], completions)
-        self._charge(requests, completions, time.perf_counter() - start)
+        asked = [by_id[c.request_id].ids for c in completions]
+        ours = self.learner.logprobs(asked, completions)
         theirs = torch.tensor([value for completion in completions for value in completion.logprobs or []])
         found = compare(ours, theirs, [len(completion.ids) for completion in completions])
-        largest = found["mismatch/max_abs"]
-        if self.config.stop is not None and not largest <= self.config.stop:  # NaN stops too
-            raise ParityError(
-                f"At version {version} trainer and engine differ by {largest:.3g} in a logprob (parity.stop="
-                f"{self.config.stop:g}), in {found['mismatch/differing_tokens']:.0f} of {found['mismatch/tokens']:.0f} tokens."
+        raw = bool(found["mismatch/differing_tokens"]) and torch.equal(
+            theirs, self.learner.logprobs(asked, completions, temperature=1.0)
+        )
+        self._charge(requests, completions, time.perf_counter() - start)
+        return found, raw
+
+    def _cause(self, version: int, raw: bool) -> str:
+        """Where to look. The refit's digest was right, so what differs came after it."""
+        if raw:
+            return (
+                "the engine's are those of its logits without the division by sampling.temperature="
+                f"{self.sampling.temperature:g}."
             )
-        if not largest <= self.config.warn:
-            metrics.message(
-                "warning",
-                f"At version {version} trainer and engine differ in {found['mismatch/differing_tokens']:.0f} of "
-                f"{found['mismatch/tokens']:.0f} logprobs, by up to {largest:.3g}.",
+        draw = random.Random(version)
+        vocab = self.learner.shape.vocab
+        unseen = [[draw.randrange(vocab) for _ in prompt] for prompt in self.prompts]
+        found, _ = self._ask(unseen, version)
+        if found["mismatch/differing_tokens"]:
+            return (
+                "prompts that it never saw differ too, so the weights that the engine computes with are not those whose digest "
+                "it reported (a tensor in another layout or order, or one that was not taken over), or its operators differ."
             )
-        return found
+        return (
+            "only prompts that it had answered before differ, so it serves them from a cache that the refit did not reset "
+            "(keys and values of older weights)."
+        )
 
     def _charge(self, requests: list[Request], completions: list[Completion], seconds: float) -> None:
         """Count the probes apart from the roles: generating them, and the learner's forward passes."""

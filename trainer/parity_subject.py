@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.model.kv import block_length, bytes_per_position
 from trtl_rl.model.loading import empty_model, load_tokenizer
 from trtl_rl.model.source import DEMO, ModelSource, find_model, weights_digest
-from trtl_rl.recipe.recipe import NONE, Recipe
+from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Request, Sampling
@@ -52,7 +52,7 @@ class Options:
         threads: Of each side.
         recipe: A name or file; a run and an engine directory have their own.
         full_vocabulary: Also compare all log-probabilities, with an engine's forward in this process.
-        compiled: None: when a C++ compiler is found, or as an engine directory was built.
+        compiled: None: as the run was, or as an engine directory was built; else when a C++ compiler is found.
     """
 
     prompts: int = 32
@@ -108,16 +108,20 @@ class Subject:
         self.checkpoint = whole[-1]
         self.config = validate_config(read_config(path), str(path / "config.yaml"))
         self.source = find_model(self.config.model)
-        text = self.checkpoint / "recipe.yaml"
-        self.recipe = Recipe.load(str(text) if text.read_text() else NONE)
+        self.recipe = Recipe.parse(self.config.recipe, (self.checkpoint / "recipe.yaml").read_text())
         self.name = f"{path}, {self.checkpoint.name}"
 
     def _open_engine(self, path: Path) -> None:
         self._refuse_recipe("an engine directory")
         self.directory = EngineDirectory.open(path)
-        self.directory.check()
         self.recipe = Recipe.parse(self.directory.recipe["name"], self.directory.recipe["text"])
         own = find_model(str(path))
+        architectures = own.config.get("architectures") or []
+        if self.directory.architecture not in architectures:
+            raise UserError(
+                f"{path}: engine.json says {self.directory.architecture}, config.json says {', '.join(architectures)}. Build it "
+                "again with trtl-rl build-engine."
+            )
         config = {name: value for name, value in own.config.items() if name != "quantization_config"}
         self.source = ModelSource(str(path), own.path, config)
         self.name = f"{path}, built from {self.directory.model}"
@@ -129,18 +133,25 @@ class Subject:
     def check(self, progress: Progress | None = None) -> Checked:
         """Start an engine in a process of its own, let it answer, and score the answers with the trainer's forward."""
         o = self.options
+        if self.directory is not None:
+            self.directory.check(progress)
         requests, prompts = self._requests()
         context = max(len(request.ids) + request.sampling.max_new_tokens for request in requests)
-        compiled = self._compiled()
+        device, compiled = self._device(), self._compiled()
         packages = None if self.directory is None else self.directory.packages
         torch.set_num_threads(o.threads)
         with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
             log = Path(scratch) / "engine.log"
             engine = HostedEngine(log, threads=o.threads, timeout=_TIMEOUT, refit_timeout=_TIMEOUT)
             stack.callback(engine.close)
+            if progress is not None:
+                progress("loading the model", 0, 1)
             model, origin = self._load()
-            kernels = KernelSet(compiled, packages=packages, progress=progress)
-            decoder = TrainableDecoder(model, kernels, context)
+            if progress is not None:
+                progress("loading the model", 1, 1)
+            on_device: Any = model.to(device)  # type: ignore[arg-type]
+            kernels = KernelSet(compiled, packages=packages, progress=progress, device=device)
+            decoder = TrainableDecoder(on_device, kernels, context)
             d = decoder.description
             slots, longest = min(_SLOTS, len(requests)), block_length(context)
             room = _CACHE_BYTES // bytes_per_position(d.layers, d.kv_heads, d.head_dim)
@@ -148,6 +159,7 @@ class Subject:
                 d.to_json(),
                 kernels.identity,
                 compiled,
+                device=device,
                 packages=None if packages is None else str(packages),
                 slots=slots,
                 context=context,
@@ -155,7 +167,7 @@ class Subject:
                 stop_ids=[],  # answers go on, so that there are as many tokens as were asked for
             )
             self._equip(decoder, engine)
-            full = KernelSet(compiled, build=False, packages=packages) if o.full_vocabulary else None
+            full = KernelSet(compiled, build=False, packages=packages, device=device) if o.full_vocabulary else None
             found = check(decoder, engine, requests, kernels=full, progress=progress)
         sampling = requests[0].sampling
         about = {
@@ -169,11 +181,28 @@ class Subject:
         return Checked(about, found)
 
     def _compiled(self) -> bool:
-        if self.options.compiled is not None:
-            return self.options.compiled
-        if self.directory is not None:
-            return bool(self.directory.kernels["compiled"])
-        return find_compiler() is not None
+        """As the options say, else as the subject ran or was built. Raises UserError when there is no compiler for it."""
+        compiler = find_compiler()
+        wanted = self.options.compiled
+        if wanted is None and self.directory is not None:
+            wanted = bool(self.directory.kernels["compiled"])
+        if wanted is None and self.config is not None:
+            wanted = self.config.compile
+        if wanted is None:
+            return self._device() == "cpu" and compiler is not None
+        if wanted and compiler is None:
+            raise UserError(
+                f"{self.name}: its operators are compiled, which needs a C++ compiler (g++ or clang++, or the CXX variable), and "
+                "none was found."
+            )
+        return wanted
+
+    def _device(self) -> str:
+        """The run's; a model and an engine directory are compared on the CPU."""
+        device = "cpu" if self.config is None else self.config.device
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError(f"{self.name} ran with device=cuda, and torch finds no CUDA device here.")
+        return device
 
     def _whose(self, kernels: KernelSet) -> str:
         if self.directory is None or not kernels.compiled:

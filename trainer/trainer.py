@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -13,6 +14,7 @@ import yaml
 
 from trtl_rl.config import RewardConfig, RunConfig
 from trtl_rl.engines.directory import EngineDirectory
+from trtl_rl.engines.faulty import UNSEEN_WITHOUT_PROBES, Fault
 from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model, weights_digest
@@ -97,6 +99,8 @@ class Trainer:
         self.source: ModelSource = find_model(self.config.model)
         _check_architecture(self.source)
         self.directory = _engine_directory(self.config, self.source, self.recipe)
+        self.prompt_room = _prompt_room(self.config, self.source, self.directory)
+        _check_fault(self.config)
         self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
         check_rows(self.rows, self.config)
         if reward_funcs is None:
@@ -142,6 +146,9 @@ class Trainer:
             metrics.write("end", status="failed", step=step, text=f"{text}\n{kept}")
             if isinstance(error, UserError) and self._made_directory and step == 0:
                 shutil.rmtree(self.run_dir)  # the corrected command shall find it absent
+                if self.config.run_dir is None:
+                    with contextlib.suppress(OSError):  # runs/ holds others
+                        self.run_dir.parent.rmdir()
             raise
         finally:
             self._run = None
@@ -246,18 +253,50 @@ def _engine_directory(config: RunConfig, source: ModelSource, recipe: Recipe) ->
             f"engine.path={directory.path} was built with the recipe {directory.recipe['name']}, and recipe={recipe.name} is "
             "another one. Build an engine with this recipe, or leave engine.path out."
         )
+    if directory.architecture not in source.config["architectures"]:
+        raise UserError(
+            f"engine.path={directory.path} holds a {directory.architecture}, and model={source.name} is a "
+            f"{', '.join(source.config['architectures'])}. Build one: trtl-rl build-engine --model {source.name} --output DIR"
+        )
     if directory.source_digest != weights_digest(source.path):
         raise UserError(
             f"engine.path={directory.path} was built from other weights ({directory.model}) than those of model={source.name}. "
             f"Build one: trtl-rl build-engine --model {source.name} --output DIR"
         )
-    wanted = config.engine.max_context
-    if wanted is not None and wanted > directory.max_context:
-        raise UserError(
-            f"engine.max_context={wanted} is more than engine.path={directory.path} was built for ({directory.max_context})."
-        )
-    directory.check(under="kernels/")  # the weights' digest is checked when they are loaded
+    directory.check()
     return directory
+
+
+def _prompt_room(config: RunConfig, source: ModelSource, directory: EngineDirectory | None) -> int:
+    """Tokens of the longest prompt that leaves room for the answer."""
+    most = source.context if directory is None else directory.max_context
+    what = f"model={source.name} was made" if directory is None else f"engine.path={directory.path} was built"
+    wanted = config.engine.max_context
+    if wanted is not None and wanted > most:
+        raise UserError(f"engine.max_context={wanted} is more than {what} for ({most}).")
+    room = (wanted or most) - config.sampling.max_new_tokens
+    if room < 1:
+        limit = f"engine.max_context={wanted}" if wanted is not None else f"{what} for {most} tokens"
+        raise UserError(
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt: {limit}. Lower "
+            "sampling.max_new_tokens."
+        )
+    return room
+
+
+def _check_fault(config: RunConfig) -> None:
+    """Refuse a fault that cannot happen in this run."""
+    if config.engine.fault is None:
+        return
+    fault = Fault.parse(config.engine.fault)
+    if fault.step > config.steps:
+        raise UserError(f"engine.fault={config.engine.fault} cannot happen: the run has {config.steps} steps.")
+    if fault.mode == "raw_logprobs" and config.sampling.temperature == 1:
+        raise UserError(
+            "engine.fault=raw_logprobs changes nothing at sampling.temperature=1; choose another temperature for the drill."
+        )
+    if fault.mode in UNSEEN_WITHOUT_PROBES and not config.parity.every:
+        raise UserError(f"engine.fault={fault.mode} is found by probes, and parity.every=0 makes none.")
 
 
 def _closing_text(trainer: Trainer, result: TrainResult) -> str:

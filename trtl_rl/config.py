@@ -42,6 +42,9 @@ class TaskConfig(Part):
     chat: bool | None = Field(None, description="Apply the chat template; by default when the tokenizer has one.")
     shuffle: bool = True
     held_out: Annotated[int, Field(ge=0)] = Field(0, description="Rows kept for evaluation, never trained on.")
+    too_long: Literal["refuse", "skip"] = Field(
+        "refuse", description="Rows whose prompt leaves no room for the answer; skip: leave them out, and say how many."
+    )
 
 
 class RewardConfig(Part):
@@ -66,6 +69,9 @@ class EngineConfig(Part):
     max_context: Count | None = Field(None, description="Longest prompt plus answer; default: what the run needs.")
     threads: Count = Field(1, description="Threads of the engine's process.")
     timeout: Positive = Field(600.0, description="Seconds without an answer after which the engine counts as hung.")
+    fault: str | None = Field(
+        None, description="A drill: the engine fails on purpose, MODE or MODE:STEP (see engines/faulty.py)."
+    )
 
 
 class LossConfig(Part):
@@ -92,8 +98,18 @@ class LossConfig(Part):
 class SamplingConfig(Part):
     """Tokens are drawn from softmax(logits / temperature): truncating samplers would train on another distribution."""
 
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
     max_new_tokens: Count = 32
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_greedy(cls, value: float) -> float:
+        if value == 0:
+            raise ValueError(
+                "sampling.temperature=0 makes the answers of a group all the same, so no group would carry a signal and nothing "
+                "would be learned. Choose one above 0; evaluation.prompts measures greedy answers beside sampled ones"
+            )
+        return value
 
 
 class BatchConfig(Part):
@@ -186,7 +202,19 @@ class ParityConfig(Part):
     )
     prompts: Count = 2
     warn: Annotated[float, Field(ge=0)] = Field(0.0, description="Warn when max |difference of logprobs| exceeds this.")
-    stop: Annotated[float, Field(ge=0)] | None = Field(None, description="Stop the run above this.")
+    stop: Annotated[float, Field(ge=0)] | None = Field(
+        0.0,
+        description="Stop the run above this. Both sides run the same operators: any difference is a fault. null: go on.",
+    )
+
+    @model_validator(mode="after")
+    def _warns_before_it_stops(self) -> ParityConfig:
+        if self.stop is not None and self.warn > self.stop:
+            raise ValueError(
+                f"parity.warn={self.warn:g} cannot act: the run stops above parity.stop={self.stop:g}. Raise parity.stop, or "
+                "write parity.stop=null to go on whatever differs"
+            )
+        return self
 
 
 class EvaluationConfig(Part):
@@ -239,6 +267,15 @@ class RunConfig(Part):
         """``rewards=exact_match`` and ``rewards=[exact_match, format]`` are short for full entries."""
         items = value if isinstance(value, list) else [value]
         return [{"name": item} if isinstance(item, str) else item for item in items]
+
+    @model_validator(mode="after")
+    def _what_cuda_cannot(self) -> RunConfig:
+        if self.device == "cuda" and (self.compile or self.engine.path is not None):
+            key = "compile=true" if self.compile else f"engine.path={self.engine.path}"
+            raise ValueError(
+                f"{key} does not go with device=cuda: compiled operators are CPU code. Leave it out, or use device=cpu"
+            )
+        return self
 
 
 def load_config(

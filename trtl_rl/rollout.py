@@ -6,8 +6,12 @@ Masks come from lengths, never from comparing ids with a padding id.
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from trtl_rl.errors import UserError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -39,6 +43,14 @@ class Sampling:
     max_new_tokens: int
     greedy: bool = False
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise UserError(
+                f"temperature={self.temperature:g} must be a number above 0. For the likeliest tokens: greedy=True."
+            )
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={self.max_new_tokens} must be at least 1.")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -57,6 +69,16 @@ class Request:
     sampling: Sampling
     seed: tuple[int, int, int]
     logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UserError(f"Request {self.id} asks for {self.samples} samples: ask for at least 1.")
+        if self.sampling.greedy and self.samples > 1:
+            warnings.warn(
+                f"Request {self.id} asks for {self.samples} greedy samples, which are all the same: one is enough, and a group "
+                "of them has no signal.",
+                stacklevel=3,
+            )
 
 
 @dataclass(frozen=True)

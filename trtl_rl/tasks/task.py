@@ -57,6 +57,8 @@ class Task:
 
     Attributes:
         longest: Tokens of the longest prompt; ``None`` for more than 20 000 rows, which are checked as they are drawn.
+        skipped: Rows that are left out since their prompts are too long (``task.too_long=skip``, which checks all rows,
+            however many).
 
     Raises:
         UserError: a row makes no prompt, or one that is too long; a key of ``task`` cannot act.
@@ -72,12 +74,19 @@ class Task:
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer: Any = tokenizer
         self._chat = self._uses_chat_template()
-        permutation = _permutation(len(rows), config.seed, 0, _HELD_OUT)
-        cut = len(rows) - self.config.held_out
+        self._prompt = lru_cache(maxsize=1024)(self._make)
+        self.longest: int | None = None
+        fitting = np.arange(len(rows), dtype=np.int64)
+        if len(rows) <= CHECKED_ROWS or self.config.too_long == "skip":
+            lengths = self._lengths()
+            fitting = fitting[lengths <= max_prompt_tokens]
+            self._check_lengths(lengths, len(fitting))
+            self.longest = int(lengths[fitting].max())
+        self.skipped = len(rows) - len(fitting)
+        permutation = fitting[_permutation(len(fitting), config.seed, 0, _HELD_OUT)]
+        cut = len(fitting) - self.config.held_out
         self._held_out = [int(i) for i in permutation[cut:]]
         self._trained = np.sort(permutation[:cut])
-        self._prompt = lru_cache(maxsize=1024)(self._make)
-        self.longest = self._check_lengths() if len(rows) <= CHECKED_ROWS else None
 
     def prompt(self, id: int, occurrence: int) -> Prompt:
         """Row ``id`` as a prompt. Its ids come from one tokenisation; its text is those ids decoded.
@@ -116,24 +125,40 @@ class Task:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return ids, text, row
 
-    def _check_lengths(self) -> int:
-        longest = 0
+    def _lengths(self) -> Ids:
+        """Tokens of every row's prompt. Raises UserError for an empty one."""
+        lengths = np.zeros(len(self.rows), np.int64)
         for start in range(0, len(self.rows), _CHUNK):
             chunk = range(start, min(start + _CHUNK, len(self.rows)))
             for id, ids in zip(chunk, self._tokenise([self._render(id, self.rows[id]) for id in chunk]), strict=True):
-                if not 0 < len(ids) <= self.max_prompt_tokens:
-                    raise self._wrong_length(id, len(ids))
-                longest = max(longest, len(ids))
-        return longest
+                if not ids:
+                    raise self._wrong_length(id, 0)
+                lengths[id] = len(ids)
+        return lengths
 
-    def _wrong_length(self, id: int, length: int) -> UserError:
+    def _check_lengths(self, lengths: Ids, fitting: int) -> None:
+        """Refuse rows that are too long, unless they are to be skipped and leave enough."""
+        if fitting == len(lengths):
+            return
+        first = int(np.argmax(lengths > self.max_prompt_tokens))
+        if self.config.too_long == "refuse":
+            raise self._wrong_length(first, int(lengths[first]), len(lengths) - fitting, int(lengths.max()))
+        if fitting <= self.config.held_out:
+            raise UserError(
+                f"Of {len(lengths)} rows of {self.rows.source} {fitting} have prompts of at most {self.max_prompt_tokens} "
+                f"tokens, and task.held_out={self.config.held_out} leaves nothing to train on. Lower "
+                "sampling.max_new_tokens, or raise engine.max_context as far as the model allows."
+            )
+
+    def _wrong_length(self, id: int, length: int, count: int = 1, longest: int = 0) -> UserError:
         where = f"Row {id} (from 0) of {self.rows.source}"
         if length == 0:
             return UserError(f"{where} makes an empty prompt: remove the row, or add a task.template.")
+        others = f" So do {count} of {len(self.rows)} rows, the longest with {longest}." if count > 1 else ""
         return UserError(
             f"{where} makes a prompt of {length} tokens, but at most {self.max_prompt_tokens} fit the context beside "
-            "the answer. Shorten or remove the row, lower sampling.max_new_tokens, or raise engine.max_context as far "
-            "as the model allows."
+            f"the answer.{others} Shorten or remove the rows, leave them out with task.too_long=skip, lower "
+            "sampling.max_new_tokens, or raise engine.max_context as far as the model allows."
         )
 
     def _render(self, id: int, row: Row) -> str:
