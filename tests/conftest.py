@@ -15,3 +15,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRITON_INTERPRET"] = "1"
 # Tests need no network, and a test that reaches for the hub fails at once, not after retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from hypothesis import settings
+
+# How long an example takes says nothing: the machine may be busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
