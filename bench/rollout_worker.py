@@ -63,6 +63,8 @@ class Worker:
     def __init__(self, python: str, side: str, **options: Any) -> None:
         log, self._log = tempfile.mkstemp(suffix=".log")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # As engines/host.py starts its child, and so for every side: memory that a step gave back is kept.
+        environment |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
         self._process = subprocess.Popen(
             [python, __file__, side, json.dumps(options)],
             stdin=subprocess.PIPE,

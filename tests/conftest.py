@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 # Tests need no network, and a test that reaches for the hub fails at once, not after retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
 # How long an example takes says nothing: the machine may be busy.
 settings.register_profile("untimed", deadline=None)
