@@ -14,12 +14,12 @@ import copy
 import torch
 import torch.nn.functional as F
 from common import interleaved, medians, spread, write_result
-from rollout import engine_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trtl_rl.config import load_config
 from trtl_rl.demo.defaults import demo_settings
 from trtl_rl.demo.task import demo_rows
+from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
 from trtl_rl.losses.loss import LossInputs, advantages, make_loss
@@ -31,6 +31,18 @@ from trtl_rl.rollout import Group, Prompt, Request, Sampling
 from trtl_rl.trainer.learner import Learner
 
 STEPS = 6
+
+
+def engine_for(model: torch.nn.Module, recipe: str, kernels: KernelSet, slots: int, context: int) -> TorchEngine:
+    """The embedded engine at version 0 of a copy of ``model``."""
+    bound = copy.deepcopy(model)
+    Recipe.load(recipe).apply(bound)
+    decoder = TrainableDecoder(bound, kernels, context)
+    tensors = decoder.refresh(0)
+    engine = TorchEngine(decoder.description, kernels, slots=slots, context=context, stop_ids=[])
+    coverage = decoder.description.coverage.digest
+    send(engine, tensors, version=0, coverage=coverage, bucket_bytes=1 << 30)
+    return engine
 
 
 def main() -> None:

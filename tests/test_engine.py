@@ -95,6 +95,7 @@ def test_a_prompt_that_is_prefilled_in_parts_gives_the_same_tokens(
     decoder: TrainableDecoder, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "PREFILL_ROWS", 9)
+    monkeypatch.setattr(scheduler_module, "ALONE_ROWS", 13)
     engine = ready(decoder, slots=6)
     engine.submit(mixed_requests())
     assert drain(engine) == alone

@@ -17,7 +17,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def filled_buffers() -> tuple[KeyValueBuffers, list[torch.Tensor]]:
     """Two layers of 1,536 positions with random numbers, and a copy of them in blocks of 128."""
-    buffers = KeyValueBuffers(2, 1536, 2, 8)
+    buffers = KeyValueBuffers([torch.float32, torch.bfloat16], 1536, 2, 8)
     for layer in range(2):
         for i, tensor in enumerate(buffers.view(layer, 128)):
             tensor.copy_(random(*tensor.shape, seed=2 * layer + i))

@@ -213,12 +213,14 @@ def test_units_of_the_head(format: LinearFormat) -> None:
     assert_invariant(logprob.forward, [random(M, 61) * 5, torch.arange(M) % 61, torch.ones(M)], [True] * 3, 32)
 
 
-def attention_case(slots: int, heads: int, kv_heads: int, d: int, length: int) -> dict[str, torch.Tensor]:
+def attention_case(
+    slots: int, heads: int, kv_heads: int, d: int, length: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
         "q": random(M, heads, d) * 3,
-        "keys": random(slots, kv_heads, d, length, seed=1),
-        "values": random(slots, kv_heads, length, d, seed=2),
+        "keys": random(slots, kv_heads, d, length, seed=1).to(dtype),
+        "values": random(slots, kv_heads, length, d, seed=2).to(dtype),
         "sequence": torch.randint(0, slots, (M,), generator=generator),
         "position": torch.randint(0, 90, (M,), generator=generator),
         "window": torch.arange(96),
@@ -237,9 +239,9 @@ def exact_attention(c: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack(out)
 
 
-def assert_attention(run: Run, heads: int, kv_heads: int, d: int) -> None:
+def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.dtype = torch.float32) -> None:
     """Exact to float32; no bit depends on rows, window, capacity, slot, or what lies after a row's position."""
-    case = attention_case(5, heads, kv_heads, d, 96)
+    case = attention_case(5, heads, kv_heads, d, 96, dtype)
     whole = run(*case.values())
     assert (whole.double() - exact_attention(case)).abs().max() < 1e-5
     is_rows = [True, False, False, True, True, False]
@@ -262,8 +264,8 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int) -> None:
 
         moved = dict(case)
         order = torch.tensor([3, 0, 4, 2, 1])
-        moved["keys"] = torch.cat([random(2, kv_heads, d, 96, seed=7), case["keys"][order]])
-        moved["values"] = torch.cat([random(2, kv_heads, 96, d, seed=8), case["values"][order]])
+        moved["keys"] = torch.cat([random(2, kv_heads, d, 96, seed=7).to(dtype), case["keys"][order]])
+        moved["values"] = torch.cat([random(2, kv_heads, 96, d, seed=8).to(dtype), case["values"][order]])
         moved["sequence"] = 2 + order.argsort()[case["sequence"]]
         assert torch.equal(run(*moved.values()), whole)  # other slots
 
@@ -276,9 +278,10 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int) -> None:
         assert torch.equal(run(*dirty.values()), whole)  # what lies behind
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
-def test_attention_by_tiles(heads: int, kv_heads: int, d: int) -> None:
-    assert_attention(ops.attention_by_tiles, heads, kv_heads, d)
+def test_attention_by_tiles(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+    assert_attention(ops.attention_by_tiles, heads, kv_heads, d, dtype)
 
 
 def test_attention_by_tiles_over_long_buffers() -> None:
@@ -308,7 +311,7 @@ def engine_logprobs(
     slots = [6, 2, 7, 0]
     length = block_length(capacity)
     blocks = Blocks(np.arange(8) * length, np.full(8, length))
-    buffers = KeyValueBuffers(d.layers, blocks.positions, d.kv_heads, d.head_dim)
+    buffers = KeyValueBuffers(d.key_value_dtypes, blocks.positions, d.kv_heads, d.head_dim)
     for layer in range(d.layers):
         for tensor in buffers.view(layer, length):
             tensor.fill_(123.0)

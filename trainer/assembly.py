@@ -346,7 +346,7 @@ class Run:
         from trtl_rl.model.kv import block_length, bytes_per_position
 
         c, d = self.config, decoder.description
-        one = bytes_per_position(d.layers, d.kv_heads, d.head_dim)
+        one = bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
         room, longest = int(c.engine.cache_gib * 2**30 / one), block_length(context)
         if longest > room:
             raise UserError(

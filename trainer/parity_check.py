@@ -230,7 +230,7 @@ def _engine_logits(
     starts = [sum(answers[:i]) for i in range(len(answers))]
     prompts = [len(sequence) - answer for sequence, answer in zip(sequences, answers, strict=True)]
     blocks = Blocks.packed([len(sequence) for sequence in sequences])
-    buffers = KeyValueBuffers(d.layers, blocks.positions, d.kv_heads, d.head_dim, weights.device)
+    buffers = KeyValueBuffers(d.key_value_dtypes, blocks.positions, d.kv_heads, d.head_dim, weights.device)
 
     def forward(ids: Sequence[int], owner: Sequence[int], position: Sequence[int]) -> Tensor:
         tokens, whose, at = (np.array(values, np.int64) for values in (ids, owner, position))

@@ -154,7 +154,7 @@ class Subject:
             decoder = TrainableDecoder(on_device, kernels, context)
             d = decoder.description
             slots, longest = min(_SLOTS, len(requests)), block_length(context)
-            room = _CACHE_BYTES // bytes_per_position(d.layers, d.kv_heads, d.head_dim)
+            room = _CACHE_BYTES // bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
             engine.configure(
                 d.to_json(),
                 kernels.identity,

@@ -25,7 +25,7 @@ class Runner:
         d = weights.description
         self.weights, self.slots = weights, slots
         self._rope = RopeTables(d.inverse_frequencies, d.attention_scaling, context, weights.device)
-        self._buffers = KeyValueBuffers(d.layers, positions, d.kv_heads, d.head_dim, weights.device)
+        self._buffers = KeyValueBuffers(d.key_value_dtypes, positions, d.kv_heads, d.head_dim, weights.device)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy the keys of prompts."""

@@ -16,7 +16,8 @@ from trtl_rl.engines.torch_engine.sampler import random_stream
 from trtl_rl.engines.torch_engine.slots import Slots
 from trtl_rl.rollout import Completion, Request
 
-PREFILL_ROWS = 512  # prompt tokens in one step, so that a long prompt does not hold up those that decode
+PREFILL_ROWS = 512  # prompt tokens in one step, so that a long prompt does not hold up those that decode ...
+ALONE_ROWS = 2048  # ... and where nothing decodes
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Scheduler:
         s = self.slots
         decoding = np.flatnonzero(s.running)
         ids, owner, position = [s.last[decoding]], [decoding], [s.position[decoding]]
-        room = PREFILL_ROWS
+        room = PREFILL_ROWS if len(decoding) else ALONE_ROWS
         for prefill in self._prefills:
             if room == 0:
                 break

@@ -99,8 +99,9 @@ class _Attention(torch.autograd.Function):
         from trtl_rl.model.kv import KeyValueBuffers
 
         ctx.rows, ctx.sequences = rows, len(blocks.start)
-        ctx.save_for_backward(q, k, v)
-        buffers = KeyValueBuffers(1, blocks.positions, k.shape[1], k.shape[2], k.device)
+        dtype = layer.spec.key_value_dtype
+        ctx.save_for_backward(q, k.to(dtype), v.to(dtype))
+        buffers = KeyValueBuffers([dtype], blocks.positions, k.shape[1], k.shape[2], k.device)
         out = buffers.attend(0, layer.units, q, k, v, rows)
         out[rows.count :] = 0
         return out
@@ -112,12 +113,12 @@ class _Attention(torch.autograd.Function):
         length = int(index[1].max()) + 1
 
         def dense(rows: Tensor) -> Tensor:  # [M, h, D] → [S, h, T, D]
-            out = rows.new_zeros(ctx.sequences, length, *rows.shape[1:])
-            out[index] = rows[:n]
+            out = torch.zeros(ctx.sequences, length, *rows.shape[1:], device=rows.device)
+            out[index] = rows[:n].float()
             return out.transpose(1, 2)
 
         def packed(dense: Tensor, like: Tensor) -> Tensor:
-            out = torch.zeros_like(like)
+            out = torch.zeros(like.shape, device=like.device)
             out[:n] = dense.transpose(1, 2)[index]
             return out
 

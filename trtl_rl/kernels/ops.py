@@ -108,8 +108,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sequence: Tensor, positio
 
     Args:
         q: [M, heads, D] float32.
-        keys: [S, kv_heads, D, L] float32, transposed so that the sum over D runs over whole vectors of keys.
-        values: [S, kv_heads, L, D] float32.
+        keys: [S, kv_heads, D, L] float32 or bfloat16, transposed so that the sum over D runs over whole vectors of keys.
+        values: [S, kv_heads, L, D], the same.
         sequence, position: [M] int64, each row's index into S and its position in the sequence.
         window: [W] int64, 0..W-1 with W ≤ L a multiple of 32 above every position: how many keys are visited.
 
@@ -118,10 +118,10 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sequence: Tensor, positio
     """
     m, heads, d = q.shape
     kv_heads, w = keys.shape[1], window.shape[0]
-    grouped = q.reshape(m, kv_heads, heads // kv_heads, d) * d**-0.5
-    k = keys[sequence][:, :, None, :, :w]
-    v = values[sequence][:, :, None, :w]
-    scores = (grouped[..., None] * k).sum(-2)
+    grouped = q.reshape(m, kv_heads, heads // kv_heads, d)
+    k = keys[sequence][:, :, None, :, :w].float()
+    v = values[sequence][:, :, None, :w].float()
+    scores = (grouped[..., None] * k).sum(-2) * d**-0.5
     scores = torch.where(window <= position[:, None, None, None], scores, -float("inf"))
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     out = (weights[..., None] * v).sum(-2) / weights.sum(-1, keepdim=True)
@@ -137,12 +137,12 @@ def attention_by_tiles(
     """
     m, heads, d = q.shape
     kv_heads = keys.shape[1]
-    grouped = q.reshape(m, kv_heads, heads // kv_heads, d) * d**-0.5
+    grouped = q.reshape(m, kv_heads, heads // kv_heads, d)
     tiles = range(0, window.shape[0], KEY_TILE)
     scores = []
     for start in tiles:
-        k = keys[:, :, :, start : start + KEY_TILE][sequence][:, :, None]
-        tile = (grouped[..., None] * k).sum(-2)
+        k = keys[:, :, :, start : start + KEY_TILE][sequence][:, :, None].float()
+        tile = (grouped[..., None] * k).sum(-2) * d**-0.5
         visible = window[start : start + KEY_TILE] <= position[:, None, None, None]
         scores.append(torch.where(visible, tile, -float("inf")))
     largest = torch.stack([tile.amax(-1, keepdim=True) for tile in scores]).amax(0)
@@ -150,7 +150,7 @@ def attention_by_tiles(
     out = torch.zeros_like(grouped)
     for start, tile in zip(tiles, scores, strict=True):
         weights = torch.exp(tile - largest)
-        v = values[:, :, start : start + KEY_TILE][sequence][:, :, None]
+        v = values[:, :, start : start + KEY_TILE][sequence][:, :, None].float()
         total = total + weights.sum(-1, keepdim=True)
         out = out + (weights[..., None] * v).sum(-2)
     return (out / total).reshape(m, heads * d)

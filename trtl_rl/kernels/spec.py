@@ -88,6 +88,14 @@ class LayerSpec:
     gate_up: tuple[LinearSpec, ...]
     down: LinearSpec
 
+    @property
+    def key_value_dtype(self) -> torch.dtype:
+        """What keys and values are stored in: bfloat16 where all of the layer's linears compute in it."""
+        import torch
+
+        dtypes = {spec.operand_dtype for spec in (*self.qkv, self.o, *self.gate_up, self.down)}
+        return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+
 
 @dataclass(frozen=True)
 class HeadSpec:

@@ -145,8 +145,8 @@ class Attention(Unit):
         capacity, visited = KEY_TILE * dim("capacity", min=1, max=1 << 15), KEY_TILE * dim("window", min=1, max=1 << 15)
         inputs = (
             torch.ones(m, s.heads, s.head_dim),
-            torch.ones(n, s.kv_heads, s.head_dim, length),
-            torch.ones(n, s.kv_heads, length, s.head_dim),
+            torch.ones(n, s.kv_heads, s.head_dim, length, dtype=s.key_value_dtype),
+            torch.ones(n, s.kv_heads, length, s.head_dim, dtype=s.key_value_dtype),
             torch.zeros(m, dtype=torch.int64),
             torch.zeros(m, dtype=torch.int64),
             torch.arange(window),

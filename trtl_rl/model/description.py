@@ -7,11 +7,14 @@ nor ModelOpt.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtl_rl.kernels.spec import HeadSpec, LayerSpec, Part, fuse
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.recipe.formats import LinearFormat
+
+if TYPE_CHECKING:
+    import torch
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -94,6 +97,11 @@ class DecoderDescription:
             fuse([part("gate_proj"), part("up_proj")], self.hidden, frozen=frozen),
             fuse([part("down_proj")], self.intermediate, frozen=frozen)[0],
         )
+
+    @property
+    def key_value_dtypes(self) -> list[torch.dtype]:
+        """What each layer's keys and values are stored in."""
+        return [self.layer_spec(i).key_value_dtype for i in range(self.layers)]
 
     def head_spec(self) -> HeadSpec:
         part = Part(self.vocab, self.format("lm_head"), False)

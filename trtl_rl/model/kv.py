@@ -175,20 +175,25 @@ class RopeTables:
 
 
 class KeyValueBuffers:
-    """Keys and values of all layers: an arena of positions each, float32.
+    """Keys and values of all layers: an arena of positions each, of the layer's ``LayerSpec.key_value_dtype``.
 
     In blocks of length L keys are [blocks, kv_heads, D, L] and values [blocks, kv_heads, L, D]. What an earlier occupant
     left behind a sequence's last position has weight exactly zero.
     """
 
     def __init__(
-        self, layers: int, positions: int, kv_heads: int, head_dim: int, device: torch.device | None = None
+        self,
+        dtypes: Sequence[torch.dtype],
+        positions: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | None = None,
     ) -> None:
         self.positions = round_up(positions, SHORTEST)
         self._shape = kv_heads, head_dim
         size = self.positions * kv_heads
-        self._keys = [torch.zeros(size * head_dim, device=device) for _ in range(layers)]
-        self._values = [torch.zeros(size, head_dim, device=device) for _ in range(layers)]
+        self._keys = [torch.zeros(size * head_dim, dtype=dtype, device=device) for dtype in dtypes]
+        self._values = [torch.zeros(size, head_dim, dtype=dtype, device=device) for dtype in dtypes]
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def view(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
@@ -204,9 +209,13 @@ class KeyValueBuffers:
     def attend(self, layer: int, units: LayerUnits, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """Store the rows' keys and values, then attend: q [M, heads, D] → [M, heads * D]."""
         n = rows.count
+        dtype = self._keys[layer].dtype
+        k, v = k.to(dtype), v.to(dtype)
         for part in rows.stored:
             key, value = (k[:n], v[:n]) if part.rows is None else (k[part.rows], v[part.rows])
-            self._keys[layer].scatter_(0, part.key_index, key.reshape(-1))
+            self._keys[layer].index_copy_(
+                0, part.key_index, key.reshape(-1)
+            )  # scatter_ would copy all of a bfloat16 tensor
             self._values[layer].index_copy_(0, part.value_index, value.reshape(-1, value.shape[-1]))
         if rows.calls[0].rows is None:
             return self._attend(layer, units, q, rows.calls[0])
@@ -261,9 +270,9 @@ def first_length(positions: int, whole: int) -> int:
     return length
 
 
-def bytes_per_position(layers: int, kv_heads: int, head_dim: int) -> int:
-    """Memory of one position's keys and values in all layers."""
-    return 2 * 4 * layers * kv_heads * head_dim
+def bytes_per_position(dtypes: Sequence[torch.dtype], kv_heads: int, head_dim: int) -> int:
+    """Memory of one position's keys and values in all layers, of these dtypes."""
+    return 2 * sum(dtype.itemsize for dtype in dtypes) * kv_heads * head_dim
 
 
 def round_up(n: int, multiple: int) -> int:
