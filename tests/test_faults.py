@@ -23,9 +23,7 @@ from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Completion
 
-SOON = (
-    60.0  # seconds from a run's start row to its end, timeouts of 20 s and two short steps included, on a busy machine
-)
+SOON = 90.0  # seconds from a run's start row to its end, a timeout of 20 s included, on a busy machine
 
 
 class Expected(NamedTuple):
