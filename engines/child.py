@@ -153,6 +153,10 @@ class Child:
             positions=positions,
             stop_ids=stop_ids,
         )
+        if fault is not None:
+            from trtl_rl.engines.faulty import Fault, FaultyEngine
+
+            self._engine = FaultyEngine(self._engine, Fault.parse(fault), own_process=True)
 
     def _do_load(self, directory: str) -> dict[str, Any]:
         from trtl_rl.engines.directory import EngineDirectory

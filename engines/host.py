@@ -157,8 +157,12 @@ class HostedEngine:
             self._check()
             self._check_heard()
             # Whoever waits for a call has a time limit of his own.
-            if not self._answers and (missing := self._unanswered.overdue(self._timeout)) is not None:
-                raise self._error(missing)
+            if not self._answers and self._unanswered.overdue(self._timeout) is not None:
+                time.sleep(
+                    2 * HEARTBEAT
+                )  # if this process was stopped itself, what the child did meanwhile is yet to come
+                if (missing := self._unanswered.overdue(self._timeout)) is not None:
+                    raise self._error(missing)
         return done
 
     def cancel(self, ids: Sequence[int]) -> None:
@@ -175,14 +179,18 @@ class HostedEngine:
         self.submit(requests)
         missing = sum(request.samples for request in requests)
         found: list[Completion] = []
-        end = time.monotonic() + self._timeout
+        silent = (
+            0.0  # by turns of waiting, not by the clock: while this process is stopped itself, nobody can answer it
+        )
         while len(found) < missing:
+            turn = min(HEARTBEAT, self._timeout)
             try:
-                found += self._probes.get(timeout=1.0)
-                end = time.monotonic() + self._timeout
+                found += self._probes.get(timeout=turn)
+                silent = 0.0
             except queue.Empty:
                 self._check()
-                if time.monotonic() > end:
+                silent += turn
+                if silent >= self._timeout:
                     raise self._error(
                         f"The engine answered {len(found)} of {missing} probes, and then none for {self._timeout:g} s"
                     ) from None
