@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -41,6 +42,7 @@ SWEEPS = {
     "batch": {str(n): Work(n, 16, 64, 64) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)},
     "length": {str(n): Work(8, 16, n, n) for n in (64, 256, 1024, 4096)},
 }
+SMALL = "Qwen3, 1.09 M parameters, random weights, 4 heads of 40 (for vLLM 2 of 80: it has no kernel for 40)"
 ENGINES = ("engine, fp8_block", "engine, fp8_block, compute bf16", "engine, recipe none")
 
 
@@ -192,6 +194,8 @@ def main() -> None:
     a = parser.parse_args()
     works = [name for name in names(a.works, WORKS, "work") if name != "smollm2" or a.model]
     sweeps = names(a.sweeps, SWEEPS, "sweep")
+    if a.vllm_python and shutil.which(a.vllm_python) is None:
+        sys.exit(f"There is no interpreter {a.vllm_python}: give --vllm-python the python of an environment with vLLM.")
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         small = save_small_model(directory, 40)
@@ -221,7 +225,7 @@ def main() -> None:
             for name in chosen:
                 print(f"{name}: {text_of(WORKS[name])}", flush=True)
                 measured = measure(sides.workers, WORKS[name], a.repeats)
-                label = "Qwen3, 1.09 M parameters, random weights" if is_small else "SmolLM2-135M"
+                label = SMALL if is_small else "SmolLM2-135M"
                 result["works"][name] = {"model": label, "work": text_of(WORKS[name]), **measured}
                 write_result("rollout", result)  # after each part: a later one that fails loses nothing
             swept = {name: worker for name, worker in sides.workers.items() if name in ("generate, FP32", ENGINES[0])}
