@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import tempfile
 from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Protocol
 
 from rollout_worker import Work
@@ -201,20 +205,42 @@ class Vllm:
         pass
 
 
+def write_version(model: str, recipe: str, weights: str, description: str) -> None:
+    """Write version 0 of a checkpoint as a trainer sends it, and the decoder's description."""
+    from safetensors.torch import save_file
+
+    from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
+    from trtl_rl.model.bind import TrainableDecoder
+    from trtl_rl.recipe.recipe import Recipe
+
+    bound = load_transformers(model, "float32")
+    Recipe.load(recipe).apply(bound)
+    decoder = TrainableDecoder(bound, KernelSet(find_compiler() is not None), 1)
+    save_file({name: tensor.clone() for name, tensor in decoder.refresh(0).items()}, weights)
+    Path(description).write_bytes(pickle.dumps(decoder.description))
+
+
 class Engine:
-    """The embedded engine with one recipe; plans differ in its slots."""
+    """The embedded engine with one recipe; plans differ in its slots.
+
+    A process that ends makes the weights, so that the memory of this one is that of an engine.
+    """
 
     def __init__(self, model: str, recipe: str) -> None:
-        from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
-        from trtl_rl.model.bind import TrainableDecoder
-        from trtl_rl.recipe.recipe import Recipe
+        import torch
 
-        bound = load_transformers(model, "float32")
-        Recipe.load(recipe).apply(bound)
+        from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
+
+        torch.set_num_threads(1)
+        self.directory = tempfile.TemporaryDirectory()
+        self.weights = str(Path(self.directory.name) / "version-0.safetensors")
+        description = str(Path(self.directory.name) / "description.pickle")
+        trainer = get_context("spawn").Process(target=write_version, args=(model, recipe, self.weights, description))
+        trainer.start()
+        trainer.join()
+        assert trainer.exitcode == 0, f"the process that makes the weights ended with exit code {trainer.exitcode}"
+        self.description = pickle.loads(Path(description).read_bytes())
         self.kernels = KernelSet(find_compiler() is not None)
-        decoder = TrainableDecoder(bound, self.kernels, 1)
-        self.tensors = {name: tensor.clone() for name, tensor in decoder.refresh(0).items()}
-        self.description = decoder.description
         self.engine: Any = None
 
     def plans(self, work: Work) -> list[str]:
@@ -222,6 +248,8 @@ class Engine:
         return [f"{n} slots" for n in slots if n == work.prompts or n < work.prompts]
 
     def prepare(self, work: Work, plan: str) -> None:
+        from safetensors.torch import load_file
+
         from trtl_rl.engines.torch_engine.engine import TorchEngine
         from trtl_rl.refit.sender import send
 
@@ -230,7 +258,7 @@ class Engine:
         slots = int(plan.removesuffix(" slots"))
         self.engine = TorchEngine(self.description, self.kernels, slots=slots, context=work.context, stop_ids=[])
         coverage = self.description.coverage.digest
-        send(self.engine, self.tensors, version=0, coverage=coverage, bucket_bytes=1 << 26)
+        send(self.engine, load_file(self.weights), version=0, coverage=coverage, bucket_bytes=1 << 26)
 
     def run(self, work: Work) -> int:
         return sum(len(item.ids) for item in self.generate(self.requests(work)))
@@ -262,6 +290,7 @@ class Engine:
 
     def close(self) -> None:
         self.engine.close()
+        self.directory.cleanup()
 
 
 SIDES: dict[str, Callable[..., Side]] = {

@@ -107,7 +107,7 @@ class Worker:
         if not line:
             self._process.wait()
             said = [text for text in Path(self._log).read_text().splitlines() if text.strip()]
-            raise WorkerError(said[-1] if said else f"exit code {self._process.returncode}")
+            raise WorkerError(f"{said[-1] if said else 'nothing said'} (exit code {self._process.returncode})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
