@@ -99,10 +99,11 @@ class Scheduler:
             running = self._of_this_version(request, version)
             new: list[int] = []
             while samples:
-                uniform = random_stream(request.seed, samples[0], version, request.sampling.max_new_tokens)
-                slot = self.slots.take(request, samples[0], version, uniform)
+                slot = self.slots.take(request, samples[0], version)
                 if slot is None:
                     break
+                uniform = random_stream(request.seed, samples[0], version, request.sampling.max_new_tokens)
+                self.slots.uniform[slot, : len(uniform)] = uniform
                 new.append(slot)
                 samples.pop(0)
             if new:

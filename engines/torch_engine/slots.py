@@ -97,8 +97,8 @@ class Slots:
         assert occupant is not None
         return occupant
 
-    def take(self, request: Request, sample: int, version: int, uniform: np.ndarray) -> int | None:
-        """Occupy a slot and a part of the arena; None where there is no room. The slot is not running yet."""
+    def take(self, request: Request, sample: int, version: int) -> int | None:
+        """Occupy a slot and a part of the arena; None where there is no room. The slot is not running yet, and has no stream."""
         prompt, whole = len(request.ids), block_length(len(request.ids) + request.sampling.max_new_tokens)
         start = self._arena.allocate(whole) if self._free else None
         if start is None:
@@ -114,7 +114,6 @@ class Slots:
         self.temperature[slot] = request.sampling.temperature
         self.greedy[slot] = request.sampling.greedy
         self.wants_logprobs[slot] = request.logprobs
-        self.uniform[slot, : len(uniform)] = uniform
         return slot
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
