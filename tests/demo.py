@@ -53,6 +53,13 @@ def load(engine: RefitTarget, decoder: TrainableDecoder, tensors: Mapping[str, T
     )
 
 
+def ready(decoder: TrainableDecoder, **sizes: Any) -> TorchEngine:
+    """An engine at the decoder's version."""
+    engine = make_engine(decoder, **sizes)
+    load(engine, decoder)
+    return engine
+
+
 def ask(id: int, ids: Sequence[int] = PROMPT, samples: int = 1, new: int = 16, **rest: Any) -> Request:
     """A request; ``temperature`` and ``greedy`` go to its sampling."""
     sampling = Sampling(rest.pop("temperature", 1.0), new, rest.pop("greedy", False))

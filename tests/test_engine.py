@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from demo import CONTEXT, EOS, PROMPT, ask, drain, load, make_decoder, make_engine
+from demo import CONTEXT, EOS, PROMPT, ask, drain, load, make_decoder, make_engine, ready
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trtl_rl.engines.torch_engine.scheduler as scheduler_module
-from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.engines.torch_engine.sampler import random_stream
 from trtl_rl.errors import EngineError, UserError
 from trtl_rl.kernels.ops import sample_tokens
@@ -22,12 +20,6 @@ from trtl_rl.rollout import Completion, Request
 @pytest.fixture(scope="module")
 def decoder() -> TrainableDecoder:
     return make_decoder()
-
-
-def ready(decoder: TrainableDecoder, **sizes: Any) -> TorchEngine:
-    engine = make_engine(decoder, **sizes)
-    load(engine, decoder)
-    return engine
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:

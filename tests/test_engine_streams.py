@@ -8,7 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from demo import CONTEXT, EOS, ask, drain, load, make_decoder, make_engine
+from demo import CONTEXT, EOS, ask, drain, load, make_decoder, ready
 
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.kernels.kernel_set import KernelSet
@@ -21,12 +21,6 @@ COMMA = 15  # of the bundled tokenizer: a second id that ends an answer
 @pytest.fixture(scope="module")
 def decoder() -> TrainableDecoder:
     return make_decoder()
-
-
-def ready(decoder: TrainableDecoder, **sizes: Any) -> TorchEngine:
-    engine = make_engine(decoder, **sizes)
-    load(engine, decoder)
-    return engine
 
 
 def stream(count: int, vocab: int = 16, seed: int = 0) -> list[Request]:
