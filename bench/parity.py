@@ -23,7 +23,7 @@ import torch
 from common import write_result
 from pairwise import Case, pairwise
 
-from trtl_rl.config import LossConfig, OptimizerConfig
+from trtl_rl.config_parts import LossConfig, OptimizerConfig
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.kernels.kernel_set import KernelSet

@@ -38,7 +38,7 @@ from common import RESULTS, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from trtl_rl.config import LossConfig, OptimizerConfig
+from trtl_rl.config_parts import LossConfig, OptimizerConfig
 from trtl_rl.demo.task import demo_rows
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.flops.formulas import ModelShape

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trtl_rl.config import LossConfig, OptimizerConfig
+from trtl_rl.config_parts import LossConfig, OptimizerConfig
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.flops.formulas import ModelShape

@@ -18,7 +18,7 @@ from run_files import metrics_of, rows_of
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-import trtl_rl.trainer.assembly as assembly
+import trtl_rl.trainer.engine_start as engine_start
 from trtl_rl import Trainer
 from trtl_rl.cli.main import app
 from trtl_rl.engines.directory import EngineDirectory
@@ -108,13 +108,13 @@ def test_a_run_from_an_engine_directory_sends_nothing_first_and_is_the_same_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    send = assembly.send
+    send = engine_start.send
 
     def counted(*arguments: Any, version: int, **rest: Any) -> Any:
         sent.append(version)
         return send(*arguments, version=version, **rest)
 
-    monkeypatch.setattr(assembly, "send", counted)
+    monkeypatch.setattr(engine_start, "send", counted)
     keys: dict[str, Any] = {"steps": 2, "checkpoint": {"every": 1}}
     Trainer(args=small(tmp_path / "plain", **keys)).train()
     assert sent == [0]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtl_rl.config import BudgetConfig
+from trtl_rl.config_parts import BudgetConfig
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import Attention, ModelShape, decode, learning, prefill
 from trtl_rl.flops.ledger import ROLES, WASTES, Budget, Ledger

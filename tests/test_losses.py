@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trtl_rl.config import LossConfig
+from trtl_rl.config_parts import LossConfig
 from trtl_rl.errors import UserError
 from trtl_rl.losses.asympo import ASymPO
 from trtl_rl.losses.grpo import GRPO

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtl_rl.config import RewardConfig
+from trtl_rl.config_parts import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.rewards.builtin import exact_match, format_match, length_penalty, math_answer
 from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards

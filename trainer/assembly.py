@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
@@ -19,12 +17,12 @@ from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.refit.manifest import Manifest
-from trtl_rl.refit.sender import send
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer.binding import bind
+from trtl_rl.trainer.engine_start import start_engine
 from trtl_rl.trainer.evaluate import Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
@@ -33,12 +31,11 @@ from trtl_rl.trainer.trainer import Trainer, TrainResult
 from trtl_rl.versions import versions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
+    from trtl_rl.kernels.kernel_set import KernelSet
     from trtl_rl.model.bind import TrainableDecoder
     from trtl_rl.trainer.loop import Loop
-
-_MAX_SLOTS = 256
 
 
 class Run:
@@ -112,7 +109,7 @@ class Run:
             self.metrics.message("warning", text)
         parts = checkpoint.ModelParts(model.config, modelopt_state.capture(model), recipe.text)
         phases.next()
-        decoder = self._bind(model, context)
+        decoder, kernels = bind(c, self.trainer.directory, self.metrics, model, context)
         phases.next()
 
         shape = ModelShape.from_hf_config(model.config)
@@ -138,7 +135,15 @@ class Run:
         first = self.state.step
         decoder.refresh(first)
         phases.next()
-        self._start_engine(engine, decoder, tokenizer, context)
+        start_engine(
+            engine,
+            c,
+            self.trainer.directory,
+            decoder,
+            kernels,
+            context=context,
+            stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
+        )
         phases.next()
 
         buffer = GroupBuffer(
@@ -194,7 +199,7 @@ class Run:
             ledger.write(run_dir / "ledger.json")
             self.metrics.progress("checkpoint", 1, 1)
 
-        self._describe(decoder, shape, parameters, first)
+        self._describe(decoder, kernels, shape, parameters, first)
         if not saved and not self._stopped:
             evaluate(0)
         loop = self._loop = Loop(
@@ -239,124 +244,6 @@ class Run:
             return self.trainer.source.context if self.trainer.directory is None else self.trainer.directory.max_context
         return task.longest + c.sampling.max_new_tokens
 
-    def _bind(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
-        from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
-        from trtl_rl.model.bind import TrainableDecoder, describe
-
-        c = self.config
-        if self.trainer.directory is not None and self.trainer.directory.description != describe(model):
-            raise UserError(
-                f"engine.path={self.trainer.directory.path} was built from a model with another config.json than model={c.model}. "
-                "Build an engine from this one."
-            )
-        if c.device == "cuda":
-            return self._bind_cuda(model, context)
-        compiler = find_compiler()
-        if c.compile and compiler is None:
-            raise UserError(
-                "compile=true needs a C++ compiler (g++ or clang++, or the CXX variable), and none was found."
-            )
-        compiled = compiler is not None if c.compile is None else c.compile
-        if not compiled and c.compile is None:
-            self.metrics.message(
-                "warning",
-                "No C++ compiler was found: operators run eagerly on both sides, exact but several times slower.",
-            )
-        self._kernels = KernelSet(
-            compiled,
-            backward=True,
-            packages=self._packages(),
-            progress=lambda text, done, total: self.metrics.progress(text, done, total, "units"),
-        )
-        decoder = TrainableDecoder(model, self._kernels, context)
-        self._check_operators(self.trainer.directory)
-        if self._kernels.compile_seconds:
-            self.metrics.message(
-                "info",
-                f"Compiled the operators in {self._kernels.compile_seconds:.0f} s; they are kept for the next run.",
-            )
-        return decoder
-
-    def _bind_cuda(self, model: PreTrainedModel, context: int) -> TrainableDecoder:
-        from trtl_rl.kernels.kernel_set import KernelSet
-        from trtl_rl.model.bind import TrainableDecoder
-
-        self.metrics.message(
-            "warning",
-            "On CUDA operators run eagerly and FP8 is emulated: made to be exact, not fast; never tried on a GPU.",
-        )
-        self._kernels = KernelSet(False, backward=True, device="cuda")
-        on_device: Any = model.to("cuda")  # type: ignore[arg-type]
-        return TrainableDecoder(on_device, self._kernels, context)
-
-    def _start_engine(
-        self, engine: HostedEngine, decoder: TrainableDecoder, tokenizer: PreTrainedTokenizerBase, context: int
-    ) -> None:
-        """Configure the engine, give it the first version, and compare what both sides run."""
-        c = self.config
-        engine.configure(
-            decoder.description.to_json(),
-            self._kernels.identity,
-            self._kernels.compiled,
-            device=c.device,
-            fault=c.engine.fault,
-            packages=None if (packages := self._packages()) is None else str(packages),
-            **self._limits(decoder, context),
-            context=context,
-            stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
-        )
-        coverage = decoder.description.coverage.digest
-        if self.trainer.directory is not None and decoder.weights.version == 0:
-            if engine.load(self.trainer.directory.path).digest != Manifest.of(decoder.snapshot, 0, coverage).digest:
-                raise UserError(
-                    f"engine.path={self.trainer.directory.path} holds other codes than the trainer computes from "
-                    f"model={c.model}: it was built with other versions. Build it again."
-                )
-        else:
-            send(
-                engine,
-                decoder.snapshot,
-                version=decoder.weights.version,
-                coverage=coverage,
-                bucket_bytes=c.refit.bucket_bytes,
-            )
-        for one, other in (
-            (decoder.description.coverage, decoder.weights.coverage()),
-            (decoder.description.coverage, engine.coverage()),
-        ):
-            differences = one.difference(other)
-            if differences:
-                raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
-
-    def _packages(self) -> Path | None:
-        return None if self.trainer.directory is None else self.trainer.directory.packages
-
-    def _check_operators(self, directory: EngineDirectory | None) -> None:
-        """Say it when an engine directory's operators cannot be used."""
-        if directory is not None and directory.kernels["identity"] != self._kernels.identity:
-            self.metrics.message(
-                "warning",
-                f"The operators in {directory.path} ({directory.kernels['description']}) are not those of this run "
-                f"({self._kernels.description}): they were built with other versions, on another machine or with another "
-                "choice of compile. The run uses its own.",
-            )
-
-    def _limits(self, decoder: TrainableDecoder, context: int) -> dict[str, int]:
-        """Slots: as many as are in flight, at most 256; positions of keys and values: what ``engine.cache_gib`` has room for."""
-        from trtl_rl.model.kv import block_length, bytes_per_position
-
-        c, d = self.config, decoder.description
-        one = bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
-        room, longest = int(c.engine.cache_gib * 2**30 / one), block_length(context)
-        if longest > room:
-            raise UserError(
-                f"One completion of {context} tokens needs {longest * one / 2**30:.3g} GiB for keys and values, and "
-                f"engine.cache_gib is {c.engine.cache_gib:g}. Raise engine.cache_gib, or lower engine.max_context."
-            )
-        in_flight = c.batch.prompts * c.batch.group_size * (c.buffer.max_staleness + 1)
-        slots = c.engine.slots or min(_MAX_SLOTS, in_flight)
-        return {"slots": slots, "positions": min(room, slots * longest)}
-
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that was saved."""
         c = self.config
@@ -368,7 +255,9 @@ class Run:
             "batch.group_size": c.batch.group_size,
         }
 
-    def _describe(self, decoder: TrainableDecoder, shape: ModelShape, parameters: int, first: int) -> None:
+    def _describe(
+        self, decoder: TrainableDecoder, kernels: KernelSet, shape: ModelShape, parameters: int, first: int
+    ) -> None:
         c = self.config
         self.metrics.write(
             "start",
@@ -379,8 +268,8 @@ class Run:
             loss=c.loss.name,
             recipe=f"{self.trainer.recipe.name} {self.trainer.recipe.digest[:12]}",
             coverage=audit(decoder.description.coverage, shape, parameters, decoder.context),
-            kernels=self._kernels.description,
-            compile_seconds=round(self._kernels.compile_seconds, 1),
+            kernels=kernels.description,
+            compile_seconds=round(kernels.compile_seconds, 1),
             start_seconds=round(time.monotonic() - self.started, 1),
             run_dir=str(self.trainer.run_dir),
             versions=versions(),

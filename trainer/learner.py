@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from trtl_rl.config import OptimizerConfig
+from trtl_rl.config_parts import OptimizerConfig
 from trtl_rl.flops import formulas
 from trtl_rl.losses.loss import Loss, LossInputs, advantages, finish_metrics
 from trtl_rl.metrics import Accumulator

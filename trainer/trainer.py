@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trtl_rl.config import RewardConfig, RunConfig
+from trtl_rl.config import RunConfig
+from trtl_rl.config_parts import RewardConfig
 from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.faulty import UNSEEN_WITHOUT_PROBES, Fault
 from trtl_rl.errors import UserError

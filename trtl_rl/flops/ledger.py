@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trtl_rl.config import BudgetConfig
+from trtl_rl.config_parts import BudgetConfig
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import CONVENTIONS
 

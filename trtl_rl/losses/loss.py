@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trtl_rl.config import LossConfig
+from trtl_rl.config_parts import LossConfig
 from trtl_rl.metrics import Accumulator
 
 NLL_POSITIVE = "asympo/nll_positive"

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trtl_rl.config import RewardConfig
+from trtl_rl.config_parts import RewardConfig
 from trtl_rl.errors import RewardError, UserError, nearest
 from trtl_rl.rewards.builtin import FACTORIES, FUNCTIONS, RewardFunction
 from trtl_rl.rollout import Prompt
