@@ -25,13 +25,13 @@ from torch import Tensor
 
 from trtl_rl.errors import EngineError
 from trtl_rl.kernels import linear, ops, spec, units
+from trtl_rl.kernels.eager import Run, as_bytes, eager, row_inputs
 from trtl_rl.kernels.gil_free import load_gil_free
-from trtl_rl.kernels.spec import KEY_TILE, TOKEN_TILE, HeadSpec, LayerSpec
+from trtl_rl.kernels.self_check import PassedChecks, check
+from trtl_rl.kernels.spec import HeadSpec, LayerSpec
 from trtl_rl.recipe import codec, formats
 
 CUDA_ROWS = 256
-CHECKED_ROWS = (8, 24, 32, 64, 128)  # the self-check cuts 256 rows into calls of these
-Run = Callable[[Sequence[Tensor]], list[Tensor]]
 Progress = Callable[[str, int, int], None]
 
 
@@ -105,6 +105,7 @@ class KernelSet:
         self.compile_seconds = 0.0
         self.gil_free = False
         self._progress = progress or (lambda text, done, total: None)
+        self._passed = PassedChecks(cache_directory() / "checked")
         self._loaded: dict[tuple[str, LayerSpec | HeadSpec], Run] = {}
         self._files: list[Path] = []
         self.identity = _identity(compiled, self.device)
@@ -132,12 +133,7 @@ class KernelSet:
         for unit, kind in jobs:
             self._unit(unit, kind)
         for unit, kind in jobs:
-            if unit is units.Attention:
-                self._check_attention(kind)
-            elif unit in (units.TokenLogprob, units.Sample):
-                self._check_logits(unit, kind)
-            else:
-                self._check(unit, kind)
+            self._check(unit, kind)
 
     def layer(self, kind: LayerSpec) -> LayerUnits:
         before, attention, after = (
@@ -166,12 +162,21 @@ class KernelSet:
     def _unit(self, unit: type[units.Unit], kind: Any) -> Run:
         key = (unit.__name__, kind)
         if key not in self._loaded:
-            run = self._load(unit, kind) if self.compiled else _eager(unit, kind)
+            run = self._load(unit, kind) if self.compiled else eager(unit, kind)
             shared = unit not in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
             if self.fixed_rows is not None and shared:
-                run = in_fixed_rows(run, _row_inputs(unit, kind), self.fixed_rows)
+                run = in_fixed_rows(run, row_inputs(unit, kind), self.fixed_rows)
             self._loaded[key] = run
         return self._loaded[key]
+
+    def _check(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> None:
+        """Check a unit, once for each package on a machine and number of threads."""
+        package = self._path(unit, kind) if self.compiled else None
+        if package is not None and self._passed.has(package):
+            return
+        check(unit, kind, self._unit(unit, kind), self.device, self.compiled)
+        if package is not None:
+            self._passed.add(package)
 
     def _path(self, unit: type[units.Unit], kind: LayerSpec | HeadSpec) -> Path:
         name = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
@@ -188,7 +193,7 @@ class KernelSet:
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
         gil_free = None if self.backward else load_gil_free(path)
 
-        is_rows = _row_inputs(unit, kind)
+        is_rows = row_inputs(unit, kind)
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
             # A package reads memory by the strides of its example: everything must be contiguous. Weights always are.
@@ -205,119 +210,6 @@ class KernelSet:
         for done, _ in enumerate(compile_units(work), 1):
             self._progress("compiling operators", done, len(jobs))
 
-    def _check(self, unit: type[units.Unit], kind: Any) -> None:
-        """Run a unit on random inputs: compiled code must agree with eager code, and rows must not see each other."""
-        example = unit(kind).example()
-        generator = torch.Generator().manual_seed(1)
-        backward = unit in (units.BeforeAttentionBackward, units.AfterAttentionBackward)
-        rows_checked = 2 * TOKEN_TILE if backward else sum(CHECKED_ROWS)
-        wide = []
-        for tensor, dynamic in zip(example.inputs, example.dynamic, strict=True):
-            shape = [rows_checked, *tensor.shape[1:]] if dynamic else list(tensor.shape)
-            scale = 1.0 if dynamic or tensor.dim() < 2 else tensor.shape[1] ** -0.5
-            wide.append((torch.randn(shape, generator=generator) * scale).to(self.device, tensor.dtype))
-        run = self._unit(unit, kind)
-        with torch.inference_mode():
-            whole = run(wide)
-            # Last bits differ, and FP8 turns some of them into whole steps of the grid; wrong code is far off.
-            eager = _eager(unit, kind)(wide) if self.compiled else whole
-            correct = all(
-                (a.float() - b.float()).abs().mean() <= 0.02 * b.float().abs().mean() + 1e-6
-                for a, b in zip(whole, eager, strict=True)
-            )
-            invariant = True
-            if not backward:
-                pairs = list(zip(wide, example.dynamic, strict=True))
-                packed = [x if d or x.dim() < 2 else ops.pack(x) for x, d in pairs]
-                for rows in torch.randperm(rows_checked, generator=generator).split(CHECKED_ROWS):
-                    for weights in (wide, packed):
-                        part = run([x[rows] if d else w for (x, d), w in zip(pairs, weights, strict=True)])
-                        invariant &= all(
-                            torch.equal(_bits(a)[rows], _bits(b)) for a, b in zip(whole, part, strict=True)
-                        )
-        self._require(unit, invariant, correct)
-
-    def _check_attention(self, kind: Any) -> None:
-        """A row's bits must not depend on its company, on the capacity of the buffers or on how many keys are visited."""
-        generator = torch.Generator().manual_seed(1)
-        slots, length, m = 4, 4 * KEY_TILE, 64
-        q = torch.randn(m, kind.heads, kind.head_dim, generator=generator)
-        keys = torch.randn(slots, kind.kv_heads, kind.head_dim, length, generator=generator)
-        values = torch.randn(slots, kind.kv_heads, length, kind.head_dim, generator=generator)
-        sequence = torch.randint(slots, (m,), generator=generator)
-        position = torch.randint(2 * KEY_TILE, (m,), generator=generator)
-        keys, values = keys.to(kind.key_value_dtype), values.to(kind.key_value_dtype)
-        q, keys, values, sequence, position = (x.to(self.device) for x in (q, keys, values, sequence, position))
-        run = self._unit(units.Attention, kind)
-        with torch.inference_mode():
-            window = torch.arange(length, device=self.device)
-            (whole,) = run([q, keys, values, sequence, position, window])
-            rows = torch.randperm(m, generator=generator)[: m // 2]
-            short = [x.contiguous() for x in (keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE])]
-            (part,) = run([q[rows], *short, sequence[rows], position[rows], window[: 2 * KEY_TILE]])
-            eager = ops.attention_by_tiles(q, keys, values, sequence, position, window)
-        self._require(
-            units.Attention, torch.equal(whole[rows], part), torch.allclose(whole, eager, atol=1e-4, rtol=1e-4)
-        )
-
-    def _check_logits(self, unit: type[units.Unit], kind: Any) -> None:
-        generator = torch.Generator().manual_seed(1)
-        m = 64
-        logits = torch.randn(m, kind.vocab, generator=generator)
-        temperature = torch.rand(m, generator=generator) + 0.5
-        if unit is units.TokenLogprob:
-            wide = [logits, torch.randint(kind.vocab, (m,), generator=generator), temperature]
-        else:
-            uniform = torch.rand(m, generator=generator, dtype=torch.float64)
-            wide = [logits, temperature, uniform, torch.arange(m) % 4 == 0]
-        rows = torch.randperm(m, generator=generator)[: m // 2].to(self.device)
-        wide = [x.to(self.device) for x in wide]
-        run = self._unit(unit, kind)
-        with torch.inference_mode():
-            whole, part = run(wide), run([x[rows] for x in wide])
-            eager = _eager(unit, kind)(wide)
-        same = all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True))
-        # A sum's last bit may turn a draw into its neighbour.
-        close = all(
-            bool((torch.isclose(a, b, atol=1e-4, rtol=1e-4) | (a.dtype == torch.int64)).all())
-            and float((a != b).float().mean()) * (a.dtype == torch.int64) <= 0.05
-            for a, b in zip(whole, eager, strict=True)
-        )
-        self._require(unit, same, close)
-
-    def _require(self, unit: type[units.Unit], invariant: bool, correct: bool) -> None:
-        if not correct:
-            raise EngineError(
-                f"The compiled {unit.__name__} computes other values than the eager one: the compiler of this torch is at "
-                "fault. Run with compile=false, and report it with the output of `trtl-rl env`."
-            )
-        if not invariant:
-            raise EngineError(
-                f"{unit.__name__} is not row-invariant on this machine: a row's bits depend on the batch. Use one thread "
-                "(threads=1 engine.threads=1); if that does not help, compile=false."
-            )
-
-
-def _bits(x: Tensor) -> Tensor:
-    """``torch.equal`` and indexing take no float8."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def _eager(unit: type[units.Unit], kind: Any) -> Run:
-    module = (units.AttentionByTiles if unit is units.Attention else unit)(kind)
-
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        return list(module.forward(*inputs))
-
-    return run
-
-
-def _row_inputs(unit: type[units.Unit], kind: Any) -> list[bool]:
-    """Which inputs of a unit have one entry a row."""
-    if unit is units.Attention:
-        return [True, False, False, True, True, False]
-    return [dynamic is not None for dynamic in unit(kind).example().dynamic]
-
 
 def in_fixed_rows(run: Run, is_rows: Sequence[bool], rows: int) -> Run:
     """Call ``run`` on ``rows`` rows at a time, the last ones filled up with zeros: whatever it does, shapes never differ."""
@@ -332,7 +224,7 @@ def in_fixed_rows(run: Run, is_rows: Sequence[bool], rows: int) -> Run:
             ]
             parts.append(run(part))
         return [
-            torch.cat([_bits(piece) for piece in column])[:total].view(column[0].dtype)
+            torch.cat([as_bytes(piece) for piece in column])[:total].view(column[0].dtype)
             for column in zip(*parts, strict=True)
         ]
 
