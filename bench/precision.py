@@ -172,7 +172,7 @@ def mismatch(
     }
 
 
-class WatchedLoss:
+class WatchedLoss(Loss):
     """A loss that also compares the learner's logprobs with the engine's, on the very tokens that are trained on."""
 
     needs_behaviour_logprobs = True

@@ -84,7 +84,12 @@ def test_all_faults_are_in_one_message() -> None:
 
 @pytest.mark.parametrize(
     ("key", "owner", "other"),
-    [("floor", "asympo", "spo"), ("p_low", "asympo", "naive"), ("alpha", "spo", "asympo"), ("clip", "grpo", "spo")],
+    [
+        ("floor", "asympo", "spo"),
+        ("p_low", "asympo", "naive"),
+        ("alpha", "spo", "asympo"),
+        ("clip", "grpo or dr_grpo", "spo"),
+    ],
 )
 def test_a_key_of_another_objective_is_refused(key: str, owner: str, other: str) -> None:
     assert f"loss.{key} belongs to loss.name={owner}, but loss.name is {other}" in refused(

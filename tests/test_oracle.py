@@ -95,18 +95,30 @@ def test_without_a_recipe_logprobs_and_gradients_are_those_of_transformers(case:
         assert scale > 0 and (got - parameter.grad).norm() < 1e-5 * scale, name
 
 
-def test_the_entropy_is_that_of_the_distribution() -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a logprob"])
+def test_the_entropy_and_its_gradient_are_those_of_the_distribution(beside: bool) -> None:
     model = models.tiny("qwen3")
     plain = rounded(model)
     models.bind(model)
     ids = models.sequences(61)
-    _, entropy = model(ids, list(models.ANSWERS), 0.7)
-    assert not entropy.requires_grad
-    expected = []
+    logprob, entropy = model(ids, list(models.ANSWERS), 0.7)
+    parts = []
     for sequence, answer in zip(ids, models.ANSWERS, strict=True):
         logits = plain(torch.tensor([sequence])).logits[0, :-1] / 0.7
-        expected.append(torch.distributions.Categorical(logits=logits).entropy()[-answer:])
-    assert torch.allclose(entropy, torch.cat(expected), atol=1e-5)
+        parts.append(torch.distributions.Categorical(logits=logits).entropy()[-answer:])
+    expected = torch.cat(parts)
+    assert torch.allclose(entropy, expected, atol=1e-5)
+    weights = torch.randn(entropy.shape, generator=torch.Generator().manual_seed(2))
+    mine, theirs = (entropy * weights).sum(), (expected * weights).sum()
+    if beside:
+        mine = mine + (logprob * weights.flip(0)).sum()
+        theirs = theirs + (stock_logprobs(plain, ids, models.ANSWERS, 0.7) * weights.flip(0)).sum()
+    mine.backward()
+    theirs.backward()
+    found = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        got = found[name].grad
+        assert got is not None and (got - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
 
 
 @pytest.mark.parametrize("aligned", [False, True], ids=["ragged", "aligned"])

@@ -122,9 +122,19 @@ class Run:
         # accelerate comes with these; the engine's process is starting meanwhile.
         from trtl_rl.trainer.learner import Learner
         from trtl_rl.trainer.loop import Loop
+        from trtl_rl.trainer.reference import freeze
 
-        loss = make_loss(c.loss)
-        learner = Learner(decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps)
+        loss = make_loss(c.loss, c.sampling.max_new_tokens)
+        learner = Learner(
+            decoder,
+            loss,
+            c.optimizer,
+            shape=shape,
+            temperature=c.sampling.temperature,
+            steps=c.steps,
+            # Before a checkpoint is loaded: a resumed run keeps to the model that the run began with.
+            reference=freeze(decoder, kernels) if loss.needs_reference_logprobs else None,
+        )
         if saved:
             learner.accelerator.load_state(str(found[-1]))
             ledger.load_state_dict(saved["ledger"])

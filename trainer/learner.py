@@ -43,6 +43,7 @@ class Learner:
         decoder: The bound model; its masters are trained.
         temperature: Of the rollouts: logprobs are of ``logits / temperature``.
         steps: Length of the learning-rate schedule.
+        reference: The model that the run began with (``reference.freeze``), for objectives that need its logprobs.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Learner:
         shape: ModelShape,
         temperature: float,
         steps: int,
+        reference: TrainableDecoder | None = None,
     ) -> None:
+        assert reference is not None or not loss.needs_reference_logprobs, "the KL penalty needs a reference"
         # No mixed precision: autocast would round after the quantiser.
         self.accelerator = Accelerator(mixed_precision="no", cpu=decoder.weights.device.type == "cpu")
         self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
         decoder.gradient_checkpointing = config.gradient_checkpointing
-        self.temperature = temperature
+        self.temperature, self.reference = temperature, reference
         parameters = [p for p in decoder.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             parameters,
@@ -84,22 +87,20 @@ class Learner:
     def update(self, groups: Sequence[Group], version: int) -> Update:
         """Train on whole groups at weight ``version``, one optimizer step.
 
-        Groups whose rewards are all equal have zero gradient and are not computed; they count in the mean over groups.
+        Groups whose rewards are all equal have zero gradient, unless there are terms beside the objective, and are then not
+        computed; they count in the mean over groups.
         """
         metrics = Accumulator()
         useful = [group for group in groups if group.has_signal()]
         metrics.add("frac_reward_zero_std", len(groups) - len(useful), count=len(groups))
+        if self.loss.trains_without_signal:
+            useful = list(groups)
         flops = 0
         for part in micro_batches(useful, self.config.micro_batch_tokens):
             loss = self._loss(part, len(groups), metrics)
             self.accelerator.backward(loss)
             flops += sum(
-                formulas.learning(
-                    self.shape,
-                    len(group.prompt.ids),
-                    len(completion.ids),
-                    recompute=self.config.gradient_checkpointing,
-                )
+                self._flops(len(group.prompt.ids), len(completion.ids))
                 for group in part
                 for completion, _ in group.scored()
             )
@@ -124,12 +125,25 @@ class Learner:
         lengths = [len(completion.ids) for completion in completions]
         return self.decoder.forward(sequences, lengths, temperature or self.temperature)[0].cpu()
 
+    def _flops(self, prompt: int, answer: int) -> int:
+        """Of one response: forward, backward, and the forward passes whose logprobs the objective asks for."""
+        passes = self.loss.needs_old_logprobs + self.loss.needs_reference_logprobs
+        trained = formulas.learning(self.shape, prompt, answer, recompute=self.config.gradient_checkpointing)
+        return trained + passes * formulas.forward(self.shape, prompt, answer)
+
     def _loss(self, groups: Sequence[Group], groups_in_batch: int, metrics: Accumulator) -> Tensor:
         rows = [
             (i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()
         ]
         sequences = [[*group.prompt.ids, *completion.ids] for _, group, completion, _ in rows]
         lengths = [len(completion.ids) for _, _, completion, _ in rows]
+        old = reference = None
+        with torch.no_grad():
+            if self.loss.needs_old_logprobs:  # all micro-batches come before the optimizer step
+                old = self.decoder.forward(sequences, lengths, self.temperature)[0]
+            if self.loss.needs_reference_logprobs:
+                assert self.reference is not None
+                reference = self.reference.forward(sequences, lengths, self.temperature)[0]
         logprobs, entropy = self.model(sequences, lengths, self.temperature)
         device = logprobs.device
         owners = torch.tensor([i for i, *_ in rows], device=device)
@@ -144,11 +158,14 @@ class Learner:
             advantages=advantages(torch.tensor([reward for *_, reward in rows], device=device), owners),
             groups_in_batch=groups_in_batch,
             behaviour_logprobs=behaviour,
+            old_logprobs=old,
+            reference_logprobs=reference,
+            entropy=entropy,
         )
         out = self.loss(inputs)
         metrics.merge(out.metrics)
         metrics.add("loss", float(out.loss.detach()), how="sum")
-        metrics.add("entropy", float(entropy.sum()), count=entropy.numel())
+        metrics.add("entropy", float(entropy.detach().sum()), count=entropy.numel())
         return out.loss
 
     def _step(self, metrics: Accumulator) -> bool:

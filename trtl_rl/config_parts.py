@@ -64,19 +64,39 @@ class EngineConfig(Part):
 class LossConfig(Part):
     """The objective. Keys that the chosen objective does not have are refused."""
 
-    name: Literal["asympo", "spo", "naive", "grpo"] = "asympo"
+    name: Literal["asympo", "spo", "naive", "grpo", "dr_grpo"] = "asympo"
     floor: Annotated[float, Field(ge=0)] | None = Field(None, description="asympo: least S in the denominator.")
     alpha: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="spo: weight of negative answers.")
     p_low: Probability | None = Field(None, description="asympo: least probability of a negative answer's token.")
     p_high: Probability | None = Field(None, description="asympo: largest probability of a positive answer's token.")
-    clip: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="grpo: range of the ratio.")
+    clip: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="grpo, dr_grpo: range of the ratio.")
+    behaviour: Literal["received", "recomputed"] | None = Field(
+        None,
+        description="grpo, dr_grpo: what the ratio is taken to. received (default): logprobs that come with the rollouts. "
+        "recomputed: the learner's own, before the update.",
+    )
+    importance_cap: Positive | None = Field(
+        None,
+        description="grpo, dr_grpo with behaviour=recomputed: weigh tokens by min(recomputed / received probability, this).",
+    )
+    kl_coefficient: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight of the KL penalty against the model that the run began with (a second copy in memory)."
+    )
+    entropy_coefficient: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
 
     @model_validator(mode="after")
     def _only_its_own(self) -> LossConfig:
-        owner = {"floor": "asympo", "p_low": "asympo", "p_high": "asympo", "alpha": "spo", "clip": "grpo"}
-        for key, name in owner.items():
-            if getattr(self, key) is not None and self.name != name:
-                raise ValueError(f"loss.{key} belongs to loss.name={name}, but loss.name is {self.name}")
+        clipped = ("grpo", "dr_grpo")
+        owners: dict[str, tuple[str, ...]] = {key: ("asympo",) for key in ("floor", "p_low", "p_high")}
+        owners |= {"alpha": ("spo",), "clip": clipped, "behaviour": clipped, "importance_cap": clipped}
+        for key, names in owners.items():
+            if getattr(self, key) is not None and self.name not in names:
+                raise ValueError(f"loss.{key} belongs to loss.name={' or '.join(names)}, but loss.name is {self.name}")
+        if self.importance_cap is not None and self.behaviour != "recomputed":
+            raise ValueError(
+                "loss.importance_cap corrects the learner's own logprobs: it needs loss.behaviour=recomputed. With received "
+                "ones the ratio itself is that correction, and loss.clip bounds it"
+            )
         if self.p_low is not None and self.p_high is not None and self.p_low >= self.p_high:
             raise ValueError(f"loss.p_low ({self.p_low}) must be less than loss.p_high ({self.p_high})")
         return self

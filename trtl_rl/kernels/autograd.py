@@ -47,7 +47,7 @@ def head_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy [M] of token ``ids`` [M] after hidden states x [M, hidden], M a multiple of 8.
 
-    Logits are kept for one chunk of rows: where there are more, backward computes them again.
+    Both are differentiable. Logits are kept for one chunk of rows: where there are more, backward computes them again.
 
     Args:
         norm, head: The FP32 master parameters of the final norm [hidden] and the head [V, hidden].
@@ -169,26 +169,38 @@ class _HeadLogprob(torch.autograd.Function):
             parts.append(weights.head_units.logprob([logits, ids[rows], temperature[rows]]))
         ctx.save_for_backward(x, ids, temperature, *([logits, *kept] if len(chunks) == 1 else []))
         logprob, _, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # without an entropy term its gradient is None, and costs nothing
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, ids, temperature, *saved = ctx.saved_tensors
-        weights, dlogprob = ctx.weights, grads[0]
+        weights, (dlogprob, dentropy) = ctx.weights, grads
+        if dlogprob is None:
+            dlogprob = torch.zeros_like(temperature)
         operands, gradient = weights.head.tensors(), weights.head.gradient_tensors()
         dx = torch.empty_like(x)
         totals: list[Tensor] = []
         for rows in _chunks(x.shape[0], weights.description.vocab):
             logits, *kept = saved or weights.head_units.head([x[rows], weights.norm, *operands])
             scale = (dlogprob[rows] / temperature[rows])[:, None]
-            dlogits = torch.softmax(logits / temperature[rows, None], -1).mul_(-scale)
+            scaled = logits / temperature[rows, None]
+            dlogits = torch.softmax(scaled, -1).mul_(-scale)
             dlogits.scatter_add_(-1, ids[rows, None], scale)
+            if dentropy is not None:
+                dlogits += _entropy_gradient(scaled) * (dentropy[rows] / temperature[rows])[:, None]
             spec = weights.description.head_spec()
             dx[rows], *chunk = head_backward(spec, dlogits, x[rows], kept, weights.norm, gradient)
             totals = chunk if not totals else [a + b for a, b in zip(totals, chunk, strict=True)]
         dnorm, dhead = totals if len(totals) == 2 else (totals[0], None)
         return dx, None, None, None, dnorm, dhead
+
+
+def _entropy_gradient(logits: Tensor) -> Tensor:
+    """[M, V]: of the entropy H of softmax(logits) by the logits, ``-p (log p + H)``."""
+    logs = torch.log_softmax(logits, -1)
+    p = logs.exp()
+    return -p * (logs - (p * logs).sum(-1, keepdim=True))
 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from trtl_rl.losses.loss import (
+    Loss,
     LossInputs,
     LossOutputs,
     add_share,
@@ -16,7 +17,7 @@ from trtl_rl.losses.loss import (
 )
 
 
-class ASymPO:
+class ASymPO(Loss):
     """``L = mean over groups of (1/G) sum_g A_g S_g / sg(max(S_g, floor))``, sg being stop-gradient [P].
 
     All responses take part, of both signs. Every one contributes ``|A_g|`` to the forward value, so that stale negative
@@ -40,8 +41,6 @@ class ASymPO:
     """
 
     FLOOR = 2e-4
-
-    needs_behaviour_logprobs: bool = False
 
     def __init__(self, floor: float = FLOOR, p_low: float | None = None, p_high: float | None = None) -> None:
         assert floor >= 0

@@ -36,6 +36,9 @@ class LossInputs:
         advantages: [responses] float32, see ``advantages``.
         groups_in_batch: Groups of the whole update. The losses of its micro-batches add up to the batch's loss.
         behaviour_logprobs: [tokens] float32 of the policy that sampled; only for objectives that need it.
+        old_logprobs: [tokens] float32 of the weights before the update, likewise.
+        reference_logprobs: [tokens] float32 of the model that the run began with, likewise.
+        entropy: [tokens] float32, differentiable: of softmax(logits / temperature) at every answer token, in nats.
     """
 
     logprobs: Tensor
@@ -44,14 +47,18 @@ class LossInputs:
     advantages: Tensor
     groups_in_batch: int
     behaviour_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.logprobs.dim() == 1, f"logprobs have the shape {tuple(self.logprobs.shape)}, not [tokens]"
         assert self.lengths.shape == self.groups.shape == self.advantages.shape, "one value per response each"
         total, tokens = int(self.lengths.sum()), self.logprobs.numel()
         assert total == tokens, f"lengths add up to {total}, but there are {tokens} logprobs"
-        if self.behaviour_logprobs is not None:
-            assert self.behaviour_logprobs.shape == self.logprobs.shape, "one behaviour logprob per answer token"
+        for name in ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "entropy"):
+            value: Tensor | None = getattr(self, name)
+            assert value is None or value.shape == self.logprobs.shape, f"{name}: one value per answer token"
 
     def rows(self) -> Tensor:
         """[tokens] int64: the response that each token belongs to."""
@@ -76,18 +83,44 @@ class Loss(Protocol):
 
     Attributes:
         needs_behaviour_logprobs: Whether rollouts must carry the logprobs that their tokens were sampled with.
+        needs_old_logprobs: Whether the learner must compute logprobs before the update, in a forward pass of its own.
+        needs_reference_logprobs: The same of the model that the run began with.
+        trains_without_signal: Whether a group of equal rewards has a gradient.
     """
 
-    needs_behaviour_logprobs: bool
+    needs_behaviour_logprobs: bool = False
+    needs_old_logprobs: bool = False
+    needs_reference_logprobs: bool = False
+    trains_without_signal: bool = False
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The micro-batch's part of the batch's loss."""
+        ...
+
+    def per_response(self, values_t: Tensor, inputs: LossInputs) -> Tensor:
+        """[tokens] → [responses]: how the length of a response enters terms beside the objective; here, the mean."""
+        return mean_per_response(values_t, inputs)
 
 
-def make_loss(config: LossConfig) -> Loss:
-    """The objective that ``loss.name`` names. A key left at ``None`` takes the objective's default."""
+def make_loss(config: LossConfig, max_tokens: int | None = None) -> Loss:
+    """The objective that ``loss.name`` names, with the terms beside it. A key left at ``None`` takes its default.
+
+    Args:
+        max_tokens: Longest answer that is allowed (``sampling.max_new_tokens``); only ``dr_grpo`` needs it.
+    """
     # Imported here: the objectives import this module.
+    from trtl_rl.losses.regularised import Regularised
+
+    objective = _objective(config, max_tokens)
+    kl, entropy = config.kl_coefficient, config.entropy_coefficient
+    if kl == 0 and entropy == 0:
+        return objective
+    return Regularised(objective, kl_coefficient=kl, entropy_coefficient=entropy)
+
+
+def _objective(config: LossConfig, max_tokens: int | None) -> Loss:
     from trtl_rl.losses.asympo import ASymPO
+    from trtl_rl.losses.dr_grpo import DrGRPO
     from trtl_rl.losses.grpo import GRPO
     from trtl_rl.losses.naive import Naive
     from trtl_rl.losses.spo import SPO
@@ -97,8 +130,13 @@ def make_loss(config: LossConfig) -> Loss:
         return ASymPO(floor=floor, p_low=config.p_low, p_high=config.p_high)
     if config.name == "spo":
         return SPO(alpha=SPO.ALPHA if config.alpha is None else config.alpha)
+    clip = GRPO.CLIP if config.clip is None else config.clip
+    recompute = config.behaviour == "recomputed"
     if config.name == "grpo":
-        return GRPO(clip=GRPO.CLIP if config.clip is None else config.clip)
+        return GRPO(clip, recompute=recompute, importance_cap=config.importance_cap)
+    if config.name == "dr_grpo":
+        assert max_tokens is not None, "dr_grpo divides by the longest answer that is allowed"
+        return DrGRPO(max_tokens, clip, recompute=recompute, importance_cap=config.importance_cap)
     return Naive()
 
 
@@ -123,10 +161,14 @@ def advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     return (above - mean[groups]).float()
 
 
+def sum_per_response(values_t: Tensor, inputs: LossInputs) -> Tensor:
+    """[tokens] → [responses]: the sum over each response's tokens."""
+    return values_t.new_zeros(inputs.lengths.numel()).index_add(0, inputs.rows(), values_t)
+
+
 def mean_per_response(values_t: Tensor, inputs: LossInputs) -> Tensor:
     """[tokens] → [responses]: the mean over each response's tokens, 0 for a response without any."""
-    sums_r = values_t.new_zeros(inputs.lengths.numel()).index_add(0, inputs.rows(), values_t)
-    return sums_r / inputs.lengths.clamp(min=1)
+    return sum_per_response(values_t, inputs) / inputs.lengths.clamp(min=1)
 
 
 def mean_nll(logprobs: Tensor, inputs: LossInputs) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from trtl_rl.losses.loss import LossInputs, LossOutputs, imbalance_metrics, mean_nll, mean_over_groups
+from trtl_rl.losses.loss import Loss, LossInputs, LossOutputs, imbalance_metrics, mean_nll, mean_over_groups
 
 
-class SPO:
+class SPO(Loss):
     """``L = mean over groups of (1/G) sum_g A'_g S_g``, with ``A' = A`` where A >= 0 and ``alpha A`` elsewhere [P].
 
     Args:
@@ -15,8 +15,6 @@ class SPO:
     """
 
     ALPHA = 0.2
-
-    needs_behaviour_logprobs: bool = False
 
     def __init__(self, alpha: float = ALPHA) -> None:
         assert 0 <= alpha <= 1
