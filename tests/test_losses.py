@@ -8,94 +8,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from loss_batches import batches, gradient, one_group, quick, subset, value
 from torch import Tensor
 
 from trtl_rl.config_parts import LossConfig
 from trtl_rl.errors import UserError
 from trtl_rl.losses.asympo import ASymPO
+from trtl_rl.losses.dr_grpo import DrGRPO
 from trtl_rl.losses.grpo import GRPO
-from trtl_rl.losses.loss import Loss, LossInputs, LossOutputs, advantages, finish_metrics, make_loss, mean_nll
+from trtl_rl.losses.loss import Loss, LossInputs, advantages, finish_metrics, make_loss, mean_nll
 from trtl_rl.losses.naive import Naive
+from trtl_rl.losses.regularised import Regularised
 from trtl_rl.losses.spo import SPO
 from trtl_rl.metrics import Accumulator
 
 FLOOR = 1e-6  # below every S that the strategy makes: the theorems hold where the floor does not bind
-quick = settings(max_examples=25, deadline=None)
 ALL: list[Callable[[], Loss]] = [
     ASymPO,
     SPO,
     Naive,
     GRPO,
+    lambda: GRPO(recompute=True),
+    lambda: GRPO(recompute=True, importance_cap=1.3),
+    lambda: DrGRPO(5),
     lambda: ASymPO(p_low=0.05, p_high=0.95),
 ]
-
-
-@st.composite
-def batches(draw: st.DrawFn, least_length: int = 1, most_groups: int = 3) -> LossInputs:
-    """Whole groups of two to four responses in mixed order, float64, with different rewards."""
-    groups: list[int] = []
-    for index in range(draw(st.integers(1, most_groups))):
-        groups += [index] * draw(st.integers(2, 4))
-    groups = draw(st.permutations(groups))
-    lengths = [draw(st.integers(least_length, 5)) for _ in groups]
-    rewards = torch.tensor([draw(st.sampled_from([0.0, 0.3, 1.0, -2.0])) for _ in groups])
-    nll = [draw(st.floats(1e-3, 8.0)) for _ in range(sum(lengths))]
-    drift = [draw(st.floats(-1.0, 1.0)) for _ in nll]
-    logprobs = -torch.tensor(nll, dtype=torch.float64)
-    ids = torch.tensor(groups)
-    return LossInputs(
-        logprobs=logprobs.requires_grad_(),
-        lengths=torch.tensor(lengths),
-        groups=ids,
-        advantages=advantages(rewards, ids).double(),
-        groups_in_batch=len(set(groups)),
-        behaviour_logprobs=logprobs.detach() + torch.tensor(drift, dtype=torch.float64),
-    )
-
-
-Rows = list[list[float]]
-
-
-def one_group(logprobs: Rows, rewards: list[float], behaviour: Rows | None = None) -> LossInputs:
-    """One group, written out: a list of token logprobs per response."""
-    groups = torch.zeros(len(logprobs), dtype=torch.int64)
-    flat = torch.tensor([x for row in logprobs for x in row], dtype=torch.float64)
-    old = None if behaviour is None else torch.tensor([x for row in behaviour for x in row], dtype=torch.float64)
-    return LossInputs(
-        logprobs=flat.requires_grad_(),
-        lengths=torch.tensor([len(row) for row in logprobs]),
-        groups=groups,
-        advantages=advantages(torch.tensor(rewards), groups).double(),
-        groups_in_batch=1,
-        behaviour_logprobs=old,
-    )
-
-
-def gradient(loss: Loss, inputs: LossInputs) -> Tensor:
-    (grad,) = torch.autograd.grad(loss(inputs).loss, inputs.logprobs)
-    return grad
-
-
-def value(output: LossOutputs) -> float:
-    return float(output.loss.detach())
-
-
-def subset(inputs: LossInputs, order: Tensor, groups: Tensor | None = None) -> LossInputs:
-    """The responses ``order`` of a batch, in that order."""
-    starts = inputs.lengths.cumsum(0) - inputs.lengths
-    tokens = [torch.arange(int(starts[r]), int(starts[r] + inputs.lengths[r])) for r in order]
-    index = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
-    assert inputs.behaviour_logprobs is not None
-    return replace(
-        inputs,
-        logprobs=inputs.logprobs[index],
-        lengths=inputs.lengths[order],
-        groups=inputs.groups[order] if groups is None else groups,
-        advantages=inputs.advantages[order],
-        behaviour_logprobs=inputs.behaviour_logprobs[index],
-    )
+EVERY = [
+    *ALL,
+    lambda: Regularised(ASymPO(), kl_coefficient=0.1, entropy_coefficient=0.2),
+    lambda: Regularised(DrGRPO(5), kl_coefficient=0.1),
+]
 
 
 # --- the advantage -------------------------------------------------------------------------------------------------
@@ -195,7 +139,7 @@ def test_asympo_gradient_is_not_that_of_the_logarithm_of_s(inputs: LossInputs) -
 # --- every objective -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", EVERY)
 @quick
 @given(inputs=batches(least_length=0))
 def test_micro_batches_do_not_add_up_to_the_batch(make: Callable[[], Loss], inputs: LossInputs) -> None:
@@ -213,7 +157,7 @@ def test_micro_batches_do_not_add_up_to_the_batch(make: Callable[[], Loss], inpu
     torch.testing.assert_close(split, gradient(make(), inputs), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", EVERY)
 @quick
 @given(inputs=batches(least_length=0), data=st.data())
 def test_order_of_responses_changes_the_loss(make: Callable[[], Loss], inputs: LossInputs, data: st.DataObject) -> None:
@@ -234,7 +178,7 @@ def test_group_of_equal_rewards_moves_the_weights(make: Callable[[], Loss]) -> N
     assert "asympo/imbalance" not in finish_metrics(make()(inputs).metrics.reduce())
 
 
-@pytest.mark.parametrize("make", [*ALL, lambda: ASymPO(floor=0.0)])
+@pytest.mark.parametrize("make", [*EVERY, lambda: ASymPO(floor=0.0)])
 def test_empty_response_spreads_nan(make: Callable[[], Loss]) -> None:
     logprobs: list[list[float]] = [[], [-0.5, -1.5], [], [-2.0]]
     inputs = one_group(logprobs, [0.0, 1.0, 1.0, 0.0], behaviour=logprobs)
@@ -247,7 +191,7 @@ def test_empty_response_spreads_nan(make: Callable[[], Loss]) -> None:
         assert metrics["asympo/floor_frac"] == 0.0
 
 
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", EVERY)
 def test_micro_batch_without_tokens_fails(make: Callable[[], Loss]) -> None:
     inputs = one_group([[], []], [0.0, 1.0], behaviour=[[], []])
     output = make()(inputs)
@@ -264,6 +208,7 @@ def test_loss_in_float32_is_promoted_or_detached(make: Callable[[], Loss]) -> No
         logprobs=wide.logprobs.detach().float().requires_grad_(),
         advantages=wide.advantages.float(),
         behaviour_logprobs=wide.behaviour_logprobs.float(),
+        old_logprobs=wide.behaviour_logprobs.float(),
     )
     output = make()(narrow)
     assert output.loss.dtype == torch.float32
@@ -391,12 +336,6 @@ def test_configuration_does_not_reach_the_objective() -> None:
     spo, grpo = make_loss(LossConfig(name="spo")), make_loss(LossConfig(name="grpo", clip=0.3))
     assert isinstance(spo, SPO) and spo.alpha == 0.2 and isinstance(grpo, GRPO) and grpo.clip == 0.3
     assert isinstance(make_loss(LossConfig(name="naive")), Naive)
-
-
-def test_objective_ships_behaviour_logprobs_for_nothing() -> None:
-    expected = {"asympo": False, "spo": False, "naive": False, "grpo": True}
-    found = {name: make_loss(LossConfig.model_validate({"name": name})).needs_behaviour_logprobs for name in expected}
-    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class GRPO(Loss):
         if self.importance_cap is None:
             return inputs.logprobs.new_ones(())
         assert inputs.old_logprobs is not None and inputs.behaviour_logprobs is not None
-        weight_t = self._ratio(inputs.old_logprobs, inputs.behaviour_logprobs).to(inputs.logprobs.dtype)
+        weight_t = self._ratio(inputs.old_logprobs, inputs.behaviour_logprobs).detach().to(inputs.logprobs.dtype)
         capped = weight_t > self.importance_cap
         add_share(metrics, "importance_weight/capped_frac", capped, torch.ones_like(capped))
         if weight_t.numel():
