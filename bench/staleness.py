@@ -46,17 +46,13 @@ SETTINGS: dict[str, Any] = {
     "batch": {"prompts": 8, "group_size": 8},
     "rewards": ["exact_match"],
     "task": {"held_out": 256},
-    "evaluation": {"prompts": 128},
+    "evaluation": {"prompts": 128, "every": 30},
     "parity": {"every": 0},
     "checkpoint": {"every": 0},
 }
 TASKS: dict[str, dict[str, Any]] = {
-    "demo": {"steps": 160, "sampling": {"max_new_tokens": 24}, "evaluation": {"prompts": 128, "every": 20}},
-    "long": {
-        "steps": 160,
-        "sampling": {"max_new_tokens": long_addition.NEW_TOKENS},
-        "evaluation": {"prompts": 128, "every": 20},
-    },
+    "demo": {"steps": 120, "sampling": {"max_new_tokens": 24}},
+    "long": {"steps": 120, "sampling": {"max_new_tokens": long_addition.NEW_TOKENS}},
 }
 RUNS = RESULTS / "staleness_runs.jsonl"
 
