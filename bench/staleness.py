@@ -49,6 +49,9 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"prompts": 128, "every": 30},
     "parity": {"every": 0},
     "checkpoint": {"every": 0},
+    # Where the machine is busy with other work, a slow engine is no hung one.
+    "engine": {"timeout": 3600},
+    "refit": {"timeout": 1800},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"steps": 120, "sampling": {"max_new_tokens": 24}},
@@ -183,7 +186,11 @@ def run_all(work: list[tuple[str, str, dict[str, Any]]], jobs: int, only: str) -
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(one_run, name, task, settings, models[task]) for name, task, settings in left]
         for count, future in enumerate(as_completed(futures), 1):
-            run = future.result()
+            try:
+                run = future.result()
+            except Exception as error:  # it is left to do; the others go on
+                print(f"{count}/{len(left)} failed: {error!r}", flush=True)
+                continue
             with open(RUNS, "a") as file:
                 file.write(json.dumps(run) + "\n")
             at = run["evaluations"][-1]
