@@ -225,8 +225,8 @@ def test_gradients_do_not_depend_on_chunks_of_the_head(
         )
         model = models.tiny("qwen3", tied=tied)
         models.bind(model, recipe)
-        logprob, _ = model(ids, [89] * 5, 0.7)
-        (logprob * random(*logprob.shape)).sum().backward()
+        logprob, entropy = model(ids, [89] * 5, 0.7)
+        (logprob * random(*logprob.shape) + entropy).sum().backward()
         results.append((logprob.detach(), {n: p.grad for n, p in model.named_parameters()}))
     assert torch.equal(results[0][0], results[1][0])
     for name, grad in results[0][1].items():

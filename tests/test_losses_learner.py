@@ -28,6 +28,8 @@ from trtl_rl.rollout import Completion, Group, Prompt, Request
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.reference import freeze
 
+# The learner that keeps gradients takes no optimizer step, and the schedule remarks on that.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 LONGEST = 20
 
 
