@@ -47,6 +47,7 @@ def plot(done: Runs, path: Path) -> None:
         _against_staleness(upper[-1], runs, task, levels, lambda run: run["off_policy_mean_second_half"])
         upper[-1].set_title("real staleness, second half", fontsize=9)
         upper[-1].set_yscale("symlog")
+        upper[-1].set_ylim(bottom=0)
         _against_staleness(lower[-1], runs, task, levels, _median_imbalance)
         lower[-1].set_title("median S̄_N / S̄_P of a run", fontsize=9)
         lower[-1].set_yscale("log")
