@@ -2,17 +2,20 @@
 
     python bench/soak.py [--steps 3000]
 
-A real run through ``Trainer``: the demo's model, 2 prompts × 2 samples of at most 8 tokens, a full refit after every step, parity probes
-every tenth, a checkpoint every 250th. Every answer has a reward of its own, so that every group is trained on. Another process samples
-resident memory of trainer and engine and the size of the run's files. Checked at the end, and written with ``ok``: mismatch is 0 in all
-probes; the last checkpoint holds the weights that the run began with, bit for bit; counters of steps, ledger, reward function and
-evaluation of the buffer add up; staleness stays within ``buffer.max_staleness``; checkpoints are no more than kept; memory of the last quarter is
-that of the second, within 2 %. Results are in ``results/soak.json`` and ``results/soak.png``.
+A real run through ``Trainer``: the demo's model, 2 prompts × 2 samples of at most 8 tokens, a full refit after every step,
+parity probes every tenth, a checkpoint every 250th. Every answer has a reward of its own, so that every group is trained
+on. The parent process samples resident memory of trainer and engine and the size of the run's files. At the end it is
+checked, and written with ``ok``, that mismatch is 0 in all probes; that the last checkpoint holds the weights that the run
+began with, bit for bit; that the counters of steps, buffer, tokens and ledger add up to what the rows say and to what the
+reward function saw; that staleness stays within ``buffer.max_staleness``; that no more checkpoints are kept than asked for;
+that rows do not grow; and that memory in the last quarter of the steps is that of the second, within 2 %. Results are in
+``results/soak.json`` and ``results/soak.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -194,7 +197,7 @@ def check(run_dir: Path, samples: list[dict[str, float]], steps: int) -> dict[st
         "files_mb": (samples[-1]["files_mb"], True),
         "warnings": (
             [row["text"] for row in rows if row["kind"] == "message" and row["level"] != "info"],
-            sum(row["kind"] == "message" and row["level"] != "info" for row in rows) <= 1,  # that lr is 0
+            sum(row["kind"] == "message" and row["level"] != "info" for row in rows) <= 2,  # lr is 0; answers are cut
         ),
         "open_files": (
             [quarter(samples, "open_files", 1), quarter(samples, "open_files", 3)],
@@ -213,7 +216,7 @@ def rates(run_dir: Path, parts: int = 10) -> list[float]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     times = [row["time"] for row in rows if row["kind"] == "step"]
     cuts = [round(i * (len(times) - 1) / parts) for i in range(parts + 1)]
-    return [round((b - a) / (times[b] - times[a]), 2) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [round((b - a) / (times[b] - times[a]), 2) for a, b in itertools.pairwise(cuts)]
 
 
 def plot(samples: list[dict[str, float]], path: Path) -> None:
@@ -265,7 +268,7 @@ def main() -> None:
         samples = watch(process, run_dir, a.sample_seconds)
         if process.wait():
             sys.exit(f"The run failed with status {process.returncode}.")
-        samples = [sample for sample in samples if sample["step"]]
+        samples = [sample for sample in samples if sample["step"] and sample["engine_mb"]]  # while the engine lived
         checks = check(run_dir, samples, a.steps)
         rate = rates(run_dir)
     thin = samples[:: max(1, len(samples) // 100)]

@@ -3,16 +3,21 @@
     python -m venv TRL && TRL/bin/pip install -c constraints.txt torch trl==1.16.0    # an environment of its own
     python bench/vs_trl.py sweep --trl-python TRL/bin/python                          # learning rates, steps to 0.9
     python bench/vs_trl.py options --trl-python TRL/bin/python                        # which options make TRL fastest
-    python bench/vs_trl.py race --trl-python TRL/bin/python                           # time to 0.9, by the best of both
+    python bench/vs_trl.py race --trl-python TRL/bin/python                           # step times, in turns
+    python bench/vs_trl.py report --trl-python TRL/bin/python                         # time to 0.9, from the two
     python bench/vs_trl.py steps --trl-python TRL/bin/python                          # step times of the 1.09 M model
 
-Both sides train the demo's model on the same rows with the same reward, batch (32 prompts × 8 samples), length, AdamW, clip and
-schedule; each at its own best learning rate of three, TRL with its own best loss type too. They run on the same cores, one after the
-other: with two cores trtl-rl has one thread in each of its two processes, TRL two threads; with one core all share it. TRL computes in FP32
-without gradient checkpointing; its other options are its defaults, or what ``options`` finds faster. Time runs from the start of training,
-when models are loaded, to the end of the optimizer step that made the weights. Weights of every fifth step are kept and evaluated when
-training is over: one sampled answer to each of 512 held-out prompts, all by the same function, which is trtl-rl's engine with
-the recipe that the weights were trained with (``none`` for TRL).
+Both sides train the demo's model on the same rows with the same reward, batch (32 prompts × 8 samples), length, AdamW,
+clip and constant learning rate after the same warm-up; each at its own best learning rate of three, TRL with its own best
+loss type too. They run on the same cores, one after the other: with two cores trtl-rl has one thread in each of its two
+processes, TRL two threads; with one core all share it. TRL computes in FP32 without gradient checkpointing; its other
+options are its defaults, or what ``options`` finds faster.
+
+``sweep`` counts the optimizer steps to the goal: the weights of every fifth step are kept, and evaluated when training is
+over by one sampled answer to each of 512 held-out prompts, all by the same function, which is trtl-rl's engine with the
+recipe that the weights were trained with (``none`` for TRL). Steps do not depend on what else the machine does. ``race``
+takes the times of steps in short runs of both sides in turns; time to the goal is steps times the mean step, with loading
+of models and evaluation left out.
 
 Every command adds to ``results/vs_trl.json``.
 """
@@ -59,6 +64,11 @@ STEPS, WARMUP = 120, 10
 SNAPSHOTS = 5  # steps between two evaluations
 RATES = (2e-4, 4e-4, 8e-4)
 LOSSES = ("dapo", "dr_grpo", "grpo")
+SIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "trtl-rl, fp8_block": ("ours", {}),
+    "trtl-rl, recipe none": ("ours", {"recipe": "none"}),
+    "TRL": ("trl", {}),
+}
 SCRIPT = Path(__file__).with_name("vs_trl_sides.py")
 Job = dict[str, Any]
 
@@ -191,6 +201,7 @@ class Evaluation:
 
 @cache
 def evaluation(recipe: str) -> Evaluation:
+    """One for each recipe."""
     return Evaluation(recipe)
 
 
@@ -262,7 +273,8 @@ def known(part: str, empty: Any) -> Any:
 
 def command_sweep(a: argparse.Namespace) -> None:
     """Every learning rate, and every loss type of TRL, once: scores of the snapshots. What is known already is kept."""
-    wanted = [("ours", "asympo", rate) for rate in RATES] + [("trl", loss, rate) for loss in LOSSES for rate in RATES]
+    wanted = [("ours", "asympo", rate) for rate in a.rates]
+    wanted += [("trl", loss, rate) for loss in a.losses for rate in a.rates]
     for side, loss, rate in wanted:
         done = known("sweep", [])
         if side not in a.sides or any((r["side"], r["loss"], r["rate"]) == (side, loss, rate) for r in done):
@@ -270,16 +282,8 @@ def command_sweep(a: argparse.Namespace) -> None:
         print(f"{side}, {loss}, {rate:g}", flush=True)
         job = demo_job(a.steps, rate, loss=loss if side == "trl" else "dapo", cores=a.cores, snapshots=SNAPSHOTS)
         out = trained(side, a.trl_python, job)
-        one = {"side": side, "loss": loss, "rate": rate, "scores": out["scores"], "steps_to_goal": out["steps_to_goal"]}
+        one = {"side": side, "loss": loss, "rate": rate, **{k: out[k] for k in ("scores", "steps_to_goal")}}
         add(sweep=[*known("sweep", []), one])
-
-
-def best(side: str) -> dict[str, Any]:
-    """The run of the sweep that reached the goal in the fewest steps."""
-    runs = [run for run in known("sweep", []) if run["side"] == side and run["steps_to_goal"]]
-    if not runs:
-        sys.exit(f"No run of {side} has reached the goal yet: `vs_trl.py sweep` comes first.")
-    return dict(min(runs, key=lambda run: run["steps_to_goal"]))
 
 
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
@@ -308,30 +312,46 @@ def command_options(a: argparse.Namespace) -> None:
 
 
 def command_race(a: argparse.Namespace) -> None:
-    """Step times at the best settings, in short runs that take turns, added to those that are known; times to the goal."""
-    ours, theirs = best("ours"), best("trl")
-    sides = {
-        "trtl-rl, fp8_block": ("ours", ours, demo_job(a.steps, ours["rate"], cores=a.cores)),
-        "trtl-rl, recipe none": ("ours", ours, demo_job(a.steps, ours["rate"], cores=a.cores, recipe="none")),
-        "TRL": ("trl", theirs, demo_job(a.steps, theirs["rate"], loss=theirs["loss"], cores=a.cores)),
-    }
+    """Step times in short runs that take turns, added to those that are known."""
+    job = demo_job(a.steps, 4e-4, cores=a.cores)
     key = f"{a.cores} cores"
-    turn: dict[str, Any] = {}
-    for name, (side, chosen, job) in sides.items():
-        found = speed(run(side, a.trl_python, job))
-        turn[name] = {**found, "seconds_to_goal": round(chosen["steps_to_goal"] * found["step_seconds_mean"], 2)}
-        print(f"  {key}, {name}: {turn[name]}", flush=True)
-    race: dict[str, Any] = known("race", {})
-    turns = [*race.get(key, {}).get("turns", []), turn]
-    medians = {name: {k: statistics.median(t[name][k] for t in turns) for k in turn[name]} for name in sides}
-    for name in sides:
-        ratios = [t["TRL"]["seconds_to_goal"] / t[name]["seconds_to_goal"] for t in turns]
-        medians[name]["faster_to_goal"] = round(statistics.median(ratios), 2)
-        medians[name]["faster_min_max"] = [round(min(ratios), 2), round(max(ratios), 2)]
-        per_second = [t[name]["tokens_per_second"] / t["TRL"]["tokens_per_second"] for t in turns]
-        medians[name]["tokens_per_second_ratio"] = round(statistics.median(per_second), 2)
-    race[key] = {"turns": turns, "medians": medians, "best": {"ours": ours, "trl": theirs}}
-    add(race=race)
+    for name, (side, more) in SIDES.items():
+        if a.only and name not in a.only:
+            continue
+        found = speed(run(side, a.trl_python, job | {"ours": job["ours"] | more}))
+        print(f"  {key}, {name}: {found}", flush=True)
+        race: dict[str, Any] = known("race", {})
+        race.setdefault(key, {}).setdefault(name, []).append(found)
+        add(race=race)
+
+
+def command_report(a: argparse.Namespace) -> None:
+    """Time to the goal: steps of the sweep's best runs times step times of the race; ratios are to TRL."""
+    steps: dict[str, Any] = {}
+    for side in ("ours", "trl"):
+        runs = [run for run in known("sweep", []) if run["side"] == side and run["steps_to_goal"]]
+        if not runs:
+            sys.exit(f"No run of {side} has reached the goal yet: `vs_trl.py sweep` comes first.")
+        steps[side] = min(runs, key=lambda run: run["steps_to_goal"])
+    out: dict[str, Any] = {"best": steps}
+    for key, found in known("race", {}).items():
+        out[key] = {}
+        for name, (side, _) in SIDES.items():
+            goal = [steps[side]["steps_to_goal"] * turn["step_seconds_mean"] for turn in found[name]]
+            theirs = [steps["trl"]["steps_to_goal"] * turn["step_seconds_mean"] for turn in found["TRL"]]
+            faster = [them / us for them, us in zip(theirs, goal, strict=False)]
+            rates = [turn["tokens_per_second"] for turn in found[name]]
+            ratios = [us / them["tokens_per_second"] for us, them in zip(rates, found["TRL"], strict=False)]
+            out[key][name] = {
+                "seconds_to_goal": round(statistics.median(goal), 1),
+                "faster_to_goal": round(statistics.median(faster), 2),
+                "faster_min_max": [round(min(faster), 2), round(max(faster), 2)],
+                "tokens_per_second": round(statistics.median(rates)),
+                "tokens_per_second_ratio": round(statistics.median(ratios), 2),
+                "step_seconds": round(statistics.median(turn["step_seconds_mean"] for turn in found[name]), 3),
+                "turns": len(faster),
+            }
+    add(report=out)
 
 
 def command_steps(a: argparse.Namespace) -> None:
@@ -340,14 +360,10 @@ def command_steps(a: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for tokens in a.tokens:
             job = small_job(tokens, a.cores, a.steps, Path(temporary))
-            for name, side, recipe in (
-                ("trtl-rl, fp8_block", "ours", "fp8_block"),
-                ("trtl-rl, recipe none", "ours", "none"),
-                ("TRL", "trl", "none"),
-            ):
+            for name, (side, more) in SIDES.items():
                 if a.only and name not in a.only:
                     continue
-                found = speed(run(side, a.trl_python, job | {"ours": job["ours"] | {"recipe": recipe}}), skip=2)
+                found = speed(run(side, a.trl_python, job | {"ours": job["ours"] | more}), skip=2)
                 out.setdefault(f"{tokens} tokens, {a.cores} cores", {})[name] = found
                 print(f"  {tokens} tokens, {name}: {found}", flush=True)
                 add(small_model=out)
@@ -357,11 +373,14 @@ def main() -> None:
     """One command, see above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = {"sweep": command_sweep, "options": command_options, "race": command_race, "steps": command_steps}
+    commands["report"] = command_report
     parser.add_argument("command", choices=list(commands))
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--sides", nargs="+", default=["ours", "trl"], help="sweep: of these sides")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="sweep: learning rates")
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), help="sweep: loss types of TRL")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64], help="steps: length of the answers")
     parser.add_argument("--only", nargs="+", help="sides or options by name")
     a = parser.parse_args()

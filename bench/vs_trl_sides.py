@@ -1,9 +1,9 @@
 """The two sides of ``vs_trl.py``, each a process of its own: ``python vs_trl_sides.py ours|trl JOB.json``.
 
-Both read a job (a JSON object, see ``Job`` in ``vs_trl.py``), train, and write ``result.json`` beside it: seconds since training began
-at the end of every optimizer step, generated tokens and mean reward of every batch. Where the job asks for it they keep the weights
-of every n-th step in memory and write them to ``weights-STEP.safetensors`` when training is over. The side of TRL runs in an environment of its own and
-takes nothing from trtl-rl but the reward function.
+Both read a job (a JSON object, see ``demo_job`` in ``vs_trl.py``), train, and write ``result.json`` beside it: seconds since
+training began at the end of every optimizer step, and completions, tokens and rewards of every call of the reward. Where
+the job asks for it they keep the weights of every n-th step in memory, and write them to ``weights-STEP.safetensors`` when
+training is over. The side of TRL runs in an environment of its own and takes nothing from trtl-rl but the reward function.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ JOB = json.loads(Path(sys.argv[2]).read_text())
 os.environ["OMP_NUM_THREADS"] = str(JOB["trl_threads"] if sys.argv[1] == "trl" else 1)
 os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: JOB["cores"]]))  # the engine's process inherits it
 
-import torch
+import torch  # noqa: E402
 
-from trtl_rl.rewards.builtin import exact_match
+from trtl_rl.rewards.builtin import exact_match  # noqa: E402
 
 ROWS: list[dict[str, Any]] = JOB["rows"]
 
