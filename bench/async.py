@@ -10,7 +10,8 @@ and l of those.
 
 **logprobs**: ASymPO beside GRPO with the engine's logprobs: bytes that came from the engine's process, seconds that the
 engine generated and that the learner took, for each step; and what a pass of the learner over the same batch costs,
-which is how they are recomputed. These runs are synchronous, so that both phases have a core of their own.
+which is how they are recomputed; ``learn`` and ``step`` hold that pass in these runs. They are synchronous, so that no
+phase shares the machine with the other.
 
 Every run goes through ``Trainer`` in a process of its own and is read from its ``metrics.jsonl``; the learning rate is so
 small that the work stays the same over a run. Parity probes, evaluation and checkpoints are off. The first steps and the
@@ -154,6 +155,9 @@ def turns(sides: dict[str, dict[str, Any]], repeats: int, **options: Any) -> dic
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     """Medians, and the least and largest step."""
     values: dict[str, Any] = {key: round(statistics.median(r[key] for r in runs), 4) for key in runs[0]}
+    if values["logprob_pass"]:
+        passes = [r["learn"] - r["logprob_pass"] for r in runs]
+        values["learn_without_the_pass"] = round(statistics.median(passes), 4)
     return {**values, "step_min_max": [round(min(r["step"] for r in runs), 4), round(max(r["step"] for r in runs), 4)]}
 
 

@@ -281,7 +281,7 @@ def command_sweep(a: argparse.Namespace) -> None:
             continue
         print(f"{side}, {loss}, {rate:g}", flush=True)
         job = demo_job(a.steps, rate, loss=loss if side == "trl" else "dapo", cores=a.cores, snapshots=SNAPSHOTS)
-        out = trained(side, a.trl_python, job)
+        out = trained(side, a.trl_python, job | {"trl_threads": 1})
         one = {"side": side, "loss": loss, "rate": rate, **{k: out[k] for k in ("scores", "steps_to_goal")}}
         add(sweep=[*known("sweep", []), one])
 
