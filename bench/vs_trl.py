@@ -276,14 +276,18 @@ def command_sweep(a: argparse.Namespace) -> None:
     wanted = [("ours", "asympo", rate) for rate in a.rates]
     wanted += [("trl", loss, rate) for loss in a.losses for rate in a.rates]
     for side, loss, rate in wanted:
-        done = known("sweep", [])
-        if side not in a.sides or any((r["side"], r["loss"], r["rate"]) == (side, loss, rate) for r in done):
+        same = [r for r in known("sweep", []) if (r["side"], r["loss"], r["rate"]) == (side, loss, rate)]
+        finished = any(
+            r["steps_to_goal"] or max(map(int, r["scores"])) >= a.steps // SNAPSHOTS * SNAPSHOTS for r in same
+        )
+        if side not in a.sides or finished:
             continue
         print(f"{side}, {loss}, {rate:g}", flush=True)
         job = demo_job(a.steps, rate, loss=loss if side == "trl" else "dapo", cores=a.cores, snapshots=SNAPSHOTS)
         out = trained(side, a.trl_python, job | {"trl_threads": 1})
         one = {"side": side, "loss": loss, "rate": rate, **{k: out[k] for k in ("scores", "steps_to_goal")}}
-        add(sweep=[*known("sweep", []), one])
+        others = [r for r in known("sweep", []) if any(r[k] != one[k] for k in ("side", "loss", "rate"))]
+        add(sweep=[*others, one])
 
 
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
