@@ -330,7 +330,10 @@ def command_race(a: argparse.Namespace) -> None:
 
 
 def command_report(a: argparse.Namespace) -> None:
-    """Time to the goal: steps of the sweep's best runs times step times of the race; ratios are to TRL."""
+    """Time to the goal: steps of the sweep's best runs times step times of the race; ratios are to TRL.
+
+    With the recipe off trtl-rl is given the steps that it needs with FP8: the sweep trains with FP8 only.
+    """
     steps: dict[str, Any] = {}
     for side in ("ours", "trl"):
         runs = [run for run in known("sweep", []) if run["side"] == side and run["steps_to_goal"]]
