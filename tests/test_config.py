@@ -213,3 +213,8 @@ def test_a_value_that_is_assigned_later_is_checked_too() -> None:
     config.optimizer.lr = 1e-4
     with pytest.raises(ValueError, match="finite"):
         config.optimizer.lr = float("inf")
+
+
+def test_a_learning_rate_of_zero_is_allowed_and_a_negative_one_is_not() -> None:
+    assert load_config(None, ["optimizer.lr=0"]).optimizer.lr == 0
+    assert "greater than or equal to 0" in refused("optimizer.lr=-1e-6")

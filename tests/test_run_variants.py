@@ -54,6 +54,13 @@ def test_a_resume_takes_a_new_learning_rate_and_refuses_another_seed(tmp_path: P
     assert metrics_of(run_dir)[-1]["learning_rate"] == 0.125
 
 
+def test_a_learning_rate_of_zero_moves_no_weight_and_says_so(tmp_path: Path) -> None:
+    trainer = Trainer(reward_funcs=digits, args=small(tmp_path / "run", steps=2, optimizer={"lr": 0.0}))
+    trainer.train()
+    assert any("no weight moves" in row["text"] for row in rows_of(trainer.run_dir, "message"))
+    assert [metrics["refit/changed_frac"] for metrics in metrics_of(trainer.run_dir)] == [0.0, 0.0]
+
+
 def test_buffers_larger_than_their_budget_are_refused_before_they_are_made(tmp_path: Path) -> None:
     config = small(tmp_path / "run", engine={"slots": 64, "cache_gib": 1e-5})
     with pytest.raises(UserError, match=r"engine\.cache_gib"):

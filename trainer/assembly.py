@@ -92,6 +92,8 @@ class Run:
                 "warning",
                 f"The engine will fail on purpose (engine.fault={c.engine.fault}); engine.fault=null ends that.",
             )
+        if c.optimizer.lr == 0:
+            self.metrics.message("warning", "optimizer.lr=0: every step runs in full, and no weight moves.")
         import torch
 
         if c.device == "cuda":

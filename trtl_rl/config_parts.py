@@ -129,7 +129,9 @@ class BatchConfig(Part):
 class OptimizerConfig(Part):
     """AdamW over FP32 master weights."""
 
-    lr: Positive = 1e-6
+    lr: Annotated[float, Field(ge=0)] = Field(
+        1e-6, description="Learning rate; 0 moves no weight, for endurance runs and measurements of the machine."
+    )
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
