@@ -56,7 +56,7 @@ def test_a_run_leaves_its_files_and_says_how_it_ended(synchronous: tuple[Path, T
     run_dir, result = synchronous
     assert (result.status, result.reason, result.step) == ("done", "steps", STEPS)
     assert {path.name for path in run_dir.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "logs",
+        "config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "rollouts", "logs",
     }  # fmt: skip
     assert checkpoints(run_dir) == [f"step-{STEPS:08d}"]
     resolved = yaml.safe_load((run_dir / "config.yaml").read_text())
