@@ -226,7 +226,8 @@ def _prune(directory: Path, keep: int) -> None:
     kept = whole(directory)[-keep:]
     for path in saved(directory):
         if path < kept[0]:
-            _remove(path)
+            with contextlib.suppress(OSError):  # the next save tries again
+                _remove(path)
 
 
 def _remove(path: Path) -> None:
