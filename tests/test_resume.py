@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from demo import small
-from run_files import checkpoints, digits, metrics_of, rows_of, same, weights
+from run_files import Trained, checkpoints, digits, metrics_of, rows_of, same, weights
 
 import trtl_rl.trainer.saver as saver_module
 from trtl_rl import Trainer
@@ -180,6 +180,18 @@ def kill(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: 
     patch.setattr(owner, name, killed)
 
 
+def stop_in_update(patch: pytest.MonkeyPatch, trainer: Trainer, version: int) -> None:
+    """As Ctrl-C during the update of that version."""
+    update = Learner.update
+
+    def stopping(learner: Learner, groups: Any, at: int) -> Any:
+        if at == version:
+            trainer.stop()
+        return update(learner, groups, at)
+
+    patch.setattr(Learner, "update", stopping)
+
+
 def assert_same_run(run_dir: Path, whole: Path) -> None:
     assert metrics_of(run_dir) == metrics_of(whole)
     assert [row["step"] for row in rows_of(run_dir, "step")] == list(range(1, STEPS + 1))
@@ -202,8 +214,8 @@ INTERRUPTIONS = {
     "in the middle of the update of step 4": (Learner, "update", 4, False),
     "before anything was saved": (Learner, "update", 2, False),
     "before the checkpoint of step 4 is renamed": (checkpoint, "sync_tree", 2, False),
-    "after the checkpoint of step 4, before its evaluation": (saver_module.Saver, "try_to_save", 2, True),
-    "after the last checkpoint, before the last evaluation": (checkpoint, "save", 4, True),
+    "after the checkpoint of step 4, before its evaluation": (saver_module.Saver, "save", 3, True),
+    "after the last checkpoint, before the last evaluation": (saver_module.Saver, "save", 7, True),
 }
 
 
@@ -267,17 +279,10 @@ def test_a_stop_at_any_step_loses_and_doubles_no_prompt(staleness: int, whole: P
     for attempt in range(4):
         with pytest.MonkeyPatch.context() as patch:
             trainer = Trainer("demo", digits, demo_rows()[:7], config(run_dir, **keys), resume=attempt > 0)
-            update = Learner.update
-
-            def stopping(learner: Learner, groups: Any, version: int) -> Any:
-                nonlocal made
-                made += 1
-                if attempt < 3 and version == (1, 3, 4)[attempt]:
-                    trainer.stop()
-                return update(learner, groups, version)
-
-            patch.setattr(Learner, "update", stopping)
+            stop_in_update(patch, trainer, version=(1, 3, 4, -1)[attempt])
+            trained = Trained(patch)
             result = trainer.train()
+            made += len(trained.groups)
     assert (result.status, result.step, made) == ("done", STEPS, STEPS), "an orderly stop does no step twice"
     lines = [
         json.loads(line) for path in sorted((run_dir / "rollouts").iterdir()) for line in path.read_text().splitlines()

@@ -228,7 +228,8 @@ class Run:
                 return
             evaluated.add(step)
             last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
-            saver.write_ledger()  # whoever finds the row finds what it cost
+            saver.add_to(self.state)  # whoever finds the row finds what it cost
+            saver.write_ledger()
             self.metrics.write("evaluation", step=step, metrics=last)
 
         self._describe(decoder, kernels, shape, parameters, first if saved else None, rewound)

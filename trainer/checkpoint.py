@@ -67,11 +67,12 @@ def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], parts
     Raises:
         DiskError: it could not be written, for example for want of room. What was saved before is as it was.
     """
-    target = directory / f"step-{state['step']:08d}"
+    target = path_of(directory, state["step"])
     state = json.loads(json.dumps(state))  # as it will be read
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
+        _prune(directory, keep)  # where keep is less than it was, that makes room
         if target in whole(directory):
             replace_file(target / _STATE, _state_text(state))
         else:
@@ -88,6 +89,11 @@ def save(directory: Path, accelerator: Accelerator, state: dict[str, Any], parts
         ) from error
     _prune(directory, keep)
     return target
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is, if there is one."""
+    return directory / f"step-{step:08d}"
 
 
 def whole(directory: Path) -> list[Path]:
@@ -225,7 +231,7 @@ def _prune(directory: Path, keep: int) -> None:
     """Remove what is older than the newest ``keep`` whole ones."""
     kept = whole(directory)[-keep:]
     for path in saved(directory):
-        if path < kept[0]:
+        if kept and path < kept[0]:
             with contextlib.suppress(OSError):  # the next save tries again
                 _remove(path)
 

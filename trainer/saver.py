@@ -63,6 +63,11 @@ class Saver:
             self.metrics.progress("checkpoint", 1, 1)
             self.metrics.message("warning", f"{error} The run goes on, and tries again at the next checkpoint.")
 
+    def add_to(self, state: RunState) -> None:
+        """Let the checkpoint of this step, if there is one, know what has been counted since."""
+        if checkpoint.path_of(self.run_dir / "checkpoints", state.step).exists():
+            self.try_to_save(state)
+
     def write_ledger(self) -> None:
         """Bring ``ledger.json`` up to date. Raises DiskError."""
         path = self.run_dir / "ledger.json"
