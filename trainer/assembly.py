@@ -219,7 +219,8 @@ class Run:
         if self.trainer.resume:  # nothing is refused from here on
             self.trainer.write_config()
             rewound = self._rewind(record, first if saved else -1)
-        ledger.apart("interrupted", rewound.lost_flops)
+            if rewound.lost_flops:
+                ledger.apart("interrupted", rewound.lost_flops)
         evaluated = set(rewound.evaluated)
         last: dict[str, float] = {}
 
