@@ -69,7 +69,7 @@ def engines_of(run_dir: Path) -> list[int]:
 
 
 def wait_for_no_engine(run_dir: Path) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while engines_of(run_dir):
         assert time.monotonic() < end, "an engine goes on without its trainer"
         time.sleep(0.1)
