@@ -67,9 +67,9 @@ def arm(seed: int) -> None:
     checkpoint.save = saved
 
 
-def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **rest: Any) -> list[float]:
-    pairs = zip(completions, completion_ids, answer, strict=True)
-    return [len(ids) / 100 + float(text == gold) for text, ids, gold in pairs]
+def reward(completion_ids: list[list[int]], **rest: Any) -> list[float]:
+    """Nearly always different within a group, so that every step moves the weights."""
+    return [float(sum(ids) % 11) for ids in completion_ids]
 
 
 def attempt(run_dir: Path, staleness: int, seed: int, steps: int) -> None:
