@@ -145,7 +145,7 @@ def env() -> None:
 
 def _guard(command: object) -> int:
     """Run a command; errors that a user can act on become one message and exit code 2 or 1."""
-    from trtl_rl.errors import EngineError, ParityError, RewardError, UserError
+    from trtl_rl.errors import DiskError, EngineError, ParityError, RewardError, UserError
 
     assert callable(command)
     try:
@@ -153,7 +153,7 @@ def _guard(command: object) -> int:
     except UserError as error:
         print(f"trtl-rl: {error}", file=sys.stderr)
         return 2
-    except (EngineError, RewardError, ParityError, FloatingPointError) as error:
+    except (EngineError, RewardError, ParityError, DiskError, FloatingPointError) as error:
         print(f"trtl-rl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -21,11 +21,13 @@ def run(settings: list[str], resume: Path | None) -> int:
     presses = 0
 
     def interrupted(number: int, frame: FrameType | None) -> None:
+        """Save and stop; a second Ctrl-C stops at once. Schedulers send SIGTERM more than once, and want the run saved."""
         nonlocal presses
-        presses += 1
+        presses += number == signal.SIGINT
         if presses > 1:
             raise KeyboardInterrupt
-        trainer.stop()
+        if not trainer.stop_requested:
+            trainer.stop()
 
     before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

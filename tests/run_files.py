@@ -31,7 +31,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name != "latest")
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:

@@ -44,7 +44,10 @@ def test_every_file_and_name_is_on_the_disk_before_a_checkpoint_is_renamed(
     partial = f"{target}.partial"
     renamed = events.index(f"{partial} becomes {target}")
     names = [path.relative_to(target).as_posix() for path in target.rglob("*")]
-    assert {"deep", "deep/part.bin", "model.safetensors", "state.json", "recipe.yaml"} < set(names)
+    assert {"deep", "deep/part.bin", "model.safetensors", "state.json", "manifest.json", "recipe.yaml"} < set(names)
     assert {partial, *(f"{partial}/{name}" for name in names)} <= set(events[:renamed])
-    assert events[renamed + 1 :] == [str(tmp_path)], "and the new name itself"
-    assert json.loads((target / "state.json").read_text())["step"] == 3
+    latest = f"{tmp_path}/latest.partial becomes {tmp_path}/latest"
+    assert events[renamed + 1 :] == [str(tmp_path), latest, str(tmp_path)], (
+        "and the new name itself, before latest moves"
+    )
+    assert json.loads((target / "state.json").read_text())["state"]["step"] == 3

@@ -21,6 +21,7 @@ from trtl_rl.config import RunConfig
 from trtl_rl.demo.task import demo_rows
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.model.source import find_model
+from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.trainer import TrainResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,14 @@ def stop_after(trainer: Trainer, step: int) -> threading.Thread:
     return thread
 
 
+def untrained(run_dir: Path) -> list[int]:
+    """Indices of the groups that were started and not trained on, by the newest checkpoint; none is missing."""
+    saved = checkpoint.read_state(run_dir / "checkpoints" / "latest")["rollouts"]
+    left = sorted([*saved["again"], *(group["index"] for group in saved["ready"])])
+    assert all(index < saved["next_index"] for index in left)
+    return left
+
+
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
     """One whole synchronous run."""
@@ -56,7 +65,7 @@ def test_a_run_leaves_its_files_and_says_how_it_ended(synchronous: tuple[Path, T
     run_dir, result = synchronous
     assert (result.status, result.reason, result.step) == ("done", "steps", STEPS)
     assert {path.name for path in run_dir.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "logs",
+        "config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "rollouts", "logs",
     }  # fmt: skip
     assert checkpoints(run_dir) == [f"step-{STEPS:08d}"]
     resolved = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -161,15 +170,13 @@ def test_an_asynchronous_run_of_ones_own_function_and_rows_loses_no_group_over_a
     stopper.join()
     assert result.status == "interrupted" and 3 <= result.step < 9
     assert "resume=True" in rows_of(trainer.run_dir, "end")[-1]["text"]
-    state = json.loads((trainer.run_dir / "checkpoints" / checkpoints(trainer.run_dir)[-1] / "state.json").read_text())
-    assert sorted([*trained.indices, *state["untrained"]]) == list(range(state["next_index"]))
-    assert state["untrained"]
+    left = untrained(trainer.run_dir)
+    assert left and sorted([*trained.indices, *left]) == list(range(len(trained.indices) + len(left)))
 
     again = Trainer(model="demo", reward_funcs=digits, train_dataset=rows, args=config, resume=True).train()
     assert again.step == 9 and len(trained.groups) == 9
     assert len(set(trained.indices)) == len(trained.indices) == 18
-    state = json.loads((trainer.run_dir / "checkpoints" / checkpoints(trainer.run_dir)[-1] / "state.json").read_text())
-    assert sorted([*trained.indices, *state["untrained"]]) == list(range(state["next_index"]))
+    assert sorted([*trained.indices, *untrained(trainer.run_dir)]) == list(range(18))
     for step, groups in enumerate(trained.groups):
         assert all(step - group.version <= 2 for group in groups)
         assert all(len(group.completions) == 4 and group.prompt.columns["answer"] for group in groups)

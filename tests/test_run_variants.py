@@ -152,11 +152,13 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM] * 3])  # schedulers repeat theirs
+def test_one_interrupt_saves_and_says_how_to_resume(signals: list[signal.Signals], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start(run_dir, "steps=100000") as process:
         wait_for_step(run_dir, 1)
-        process.send_signal(signal.SIGINT)
+        for number in signals:
+            process.send_signal(number)
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert f"trtl-rl run --resume {run_dir}" in out and "Traceback" not in errors

@@ -12,7 +12,7 @@ from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.losses.loss import make_loss
-from trtl_rl.metrics import MetricsWriter
+from trtl_rl.metrics import MetricsWriter, Rewound, evaluated_steps
 from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
@@ -20,12 +20,14 @@ from trtl_rl.recipe.patterns import unmatched
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
-from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_start import start_engine
 from trtl_rl.trainer.evaluate import Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
+from trtl_rl.trainer.record import RolloutRecord
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
+from trtl_rl.trainer.saver import Saver
 from trtl_rl.trainer.state import RunState
 from trtl_rl.trainer.trainer import Trainer, TrainResult
 from trtl_rl.versions import versions
@@ -73,10 +75,14 @@ class Run:
 
     def train(self) -> TrainResult:
         c, run_dir = self.config, self.trainer.run_dir
-        found = checkpoint.whole(run_dir / "checkpoints") if self.trainer.resume else []
-        saved = checkpoint.read_state(found[-1]) if found else {}
+        found = resume.find(run_dir / "checkpoints", self.metrics) if self.trainer.resume else None
+        saved = checkpoint.read_state(found) if found else {}
         identity = self._identity()
-        _check_same_run(identity, saved.get("identity", identity))
+        resume.check_same_run(identity, saved.get("identity", identity))
+        if saved:
+            known = evaluated_steps(run_dir / "metrics.jsonl")
+            if (ended := resume.nothing_to_do(c, saved, known)) is not None:
+                return TrainResult("done", ended, saved["step"], run_dir, {}, nothing_to_do=True)
 
         # The engine's process starts while this one loads tokenizer and model.
         engine = self._engine = HostedEngine(
@@ -102,16 +108,23 @@ class Run:
         tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)
         identity["task.too_long skips"] = task.skipped
-        _check_same_run(identity, saved.get("identity", identity))
+        resume.check_same_run(identity, saved.get("identity", identity))
         context = self._context(task)
         phases.next()
         recipe = self.trainer.recipe
-        model = load_model(self.trainer.source.path, recipe, found[-1] if saved else None)
+        model = load_model(self.trainer.source.path, recipe, found)
         for text in unmatched(recipe, model):
             self.metrics.message("warning", text)
         parts = checkpoint.ModelParts(model.config, modelopt_state.capture(model), recipe.text)
         phases.next()
         decoder, kernels = bind(c, self.trainer.directory, self.metrics, model, context)
+        if saved and saved["kernels"] != kernels.identity:
+            changed = resume.changed_versions(saved["versions"], versions())
+            self.metrics.message(
+                "warning",
+                f"The operators are not those of the run that was saved ({changed}): it goes on, and differs in last bits from "
+                "what it would have been.",
+            )
         phases.next()
 
         shape = ModelShape.from_hf_config(model.config)
@@ -137,13 +150,11 @@ class Run:
             # Before a checkpoint is loaded: a resumed run keeps to the model that the run began with.
             reference=freeze(decoder, kernels) if loss.needs_reference_logprobs else None,
         )
-        if saved:
-            learner.accelerator.load_state(str(found[-1]))
+        if found is not None:
+            checkpoint.load(found, learner.accelerator)
             ledger.load_state_dict(saved["ledger"])
-            # Whoever resumes a run that ended without signal has changed something, and gets as many steps again.
-            self.state = RunState(**{**saved["run"], "no_signal": 0, "not_finite": 0})
+            self.state = RunState.resumed(saved["run"])
             learner.configure_optimizer(self.state.step)
-            ledger.waste("cancelled", saved["untrained_flops"])  # those answers are generated again
         first = self.state.step
         decoder.refresh(first)
         phases.next()
@@ -163,6 +174,8 @@ class Run:
         )
         decode = make_decode(tokenizer)
         sampling = Sampling(c.sampling.temperature, c.sampling.max_new_tokens)
+        made_with = buffer_state.dependences(c, loss.needs_behaviour_logprobs)
+        start, again = buffer_state.start_indices(saved["rollouts"], made_with) if saved else (0, [])
         worker = self._worker = RolloutWorker(
             engine,
             task,
@@ -174,10 +187,16 @@ class Run:
             sampling=sampling,
             group_size=c.batch.group_size,
             seed=c.seed,
-            start=saved.get("next_index", 0),
-            again=saved.get("untrained", []),
+            start=start,
+            again=again,
             needs_logprobs=loss.needs_behaviour_logprobs,
         )
+        if saved:
+            about = buffer_state.restore(
+                saved["rollouts"], made_with, task=task, seed=c.seed, buffer=buffer, worker=worker, ledger=ledger
+            )
+            if about is not None:
+                self.metrics.message("info", about)
         evaluator = Evaluator(
             c.evaluation.scorer,
             self._scorer,
@@ -189,31 +208,47 @@ class Run:
             sampling=sampling,
             seed=c.seed,
         )
+        record = RolloutRecord(run_dir / "rollouts", c.rollouts.keep)
+        saver = Saver(
+            run_dir,
+            c.checkpoint.keep,
+            self.metrics,
+            record,
+            learner.accelerator,
+            parts,
+            worker,
+            ledger,
+            {
+                "identity": identity,
+                "coverage": decoder.description.coverage.to_json(),
+                "kernels": kernels.identity,
+                "versions": versions(),
+                "config": c.model_dump(mode="json"),
+            },
+            made_with,
+        )
+        rewound = Rewound()
+        if self.trainer.resume:  # nothing is refused from here on
+            self.trainer.write_config()
+            rewound = self._rewind(record, first if saved else -1)
+            if rewound.lost_flops:
+                ledger.apart("interrupted", rewound.lost_flops)
+        evaluated = set(rewound.evaluated)
         last: dict[str, float] = {}
 
         def evaluate(step: int) -> None:
-            if not c.evaluation.prompts:
+            if not c.evaluation.prompts or step in evaluated:
                 return
+            evaluated.add(step)
             last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
+            saver.add_to(self.state)  # whoever finds the row finds what it cost
+            saver.write_ledger()
             self.metrics.write("evaluation", step=step, metrics=last)
 
-        def save(state: RunState) -> None:
-            self.metrics.progress("checkpoint", 0, 1)
-            values = {
-                "step": state.step,
-                "run": vars(state),
-                "identity": identity,
-                "coverage": decoder.description.coverage.to_json(),
-                "ledger": ledger.state_dict(),
-                **worker.position(),
-            }
-            checkpoint.save(run_dir / "checkpoints", learner.accelerator, values, parts, c.checkpoint.keep)
-            ledger.write(run_dir / "ledger.json")
-            self.metrics.progress("checkpoint", 1, 1)
-
-        self._describe(decoder, kernels, shape, parameters, first)
-        if not saved and not self._stopped:
-            evaluate(0)
+        self._describe(decoder, kernels, shape, parameters, first if saved else None, rewound)
+        due = first == 0 or (c.evaluation.every and first % c.evaluation.every == 0)
+        if due and not self._stopped:
+            evaluate(first)
         loop = self._loop = Loop(
             c,
             engine=engine,
@@ -223,19 +258,31 @@ class Run:
             ledger=ledger,
             metrics=self.metrics,
             state=self.state,
-            save=save,
+            save=saver.try_to_save,
+            record=record.write,
             evaluate=evaluate,
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped
+        if saved:
+            loop.parity.after_resume(first, self.metrics)
         reason = loop.run()
-        worker.stop()
-        save(self.state)
+        worker.stop(resumable=reason == "interrupted")
+        saver.save(self.state)
         if reason != "interrupted":
             evaluate(self.state.step)
-        ledger.write(run_dir / "ledger.json")
+        saver.write_ledger()
         status = "interrupted" if reason == "interrupted" else "done"
         return TrainResult(status, reason, self.state.step, run_dir, last)
+
+    def _rewind(self, record: RolloutRecord, step: int) -> Rewound:
+        """Drop what was written after the checkpoint of ``step`` (-1: there is none), since it is done again."""
+        rewound = self.metrics.rewind(step)
+        record.rewind(step)
+        if rewound.steps:
+            after = f" after step {step}" if step > 0 else ""
+            self.metrics.message("info", f"{rewound.steps} steps{after} were not saved: they are done again.")
+        return rewound
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
         task = Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
@@ -268,7 +315,13 @@ class Run:
         }
 
     def _describe(
-        self, decoder: TrainableDecoder, kernels: KernelSet, shape: ModelShape, parameters: int, first: int
+        self,
+        decoder: TrainableDecoder,
+        kernels: KernelSet,
+        shape: ModelShape,
+        parameters: int,
+        resumed_from: int | None,
+        rewound: Rewound,
     ) -> None:
         c = self.config
         self.metrics.write(
@@ -285,18 +338,8 @@ class Run:
             start_seconds=round(time.monotonic() - self.started, 1),
             run_dir=str(self.trainer.run_dir),
             versions=versions(),
-            resumed_from=first or None,
-        )
-
-
-def _check_same_run(now: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise UserError for what may not change on resume: order of prompts, held-out rows or precision would."""
-    changed = [key for key in now if now[key] != saved.get(key)]
-    if changed:
-        digests = f" (recipe digest {saved.get('recipe')} in the checkpoint, {now['recipe']} now)"
-        raise UserError(
-            f"Not as in the run that was saved: {', '.join(changed)}{digests if 'recipe' in changed else ''}. It cannot go on so. "
-            "Leave them as they were, or start a new run from its model."
+            resumed_from=resumed_from,
+            lost_flops=rewound.lost_flops,
         )
 
 

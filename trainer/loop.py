@@ -55,6 +55,7 @@ class Loop:
 
     Args:
         save: Called with the state when a checkpoint is due.
+        record: Called with the step, its groups and those discarded since the step before.
         evaluate: Called with the step when an evaluation is due.
         probes: Prompts of the parity check, as token ids.
     """
@@ -71,12 +72,13 @@ class Loop:
         metrics: MetricsWriter,
         state: RunState,
         save: Callable[[RunState], None],
+        record: Callable[[int, list[Group], list[tuple[Group, str]]], None],
         evaluate: Callable[[int], None],
         probes: list[list[int]],
     ) -> None:
         self.config, self.engine, self.learner, self.worker = config, engine, learner, worker
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
-        self.save, self.evaluate = save, evaluate
+        self.save, self.record, self.evaluate = save, record, evaluate
         self.budget = Budget(config.budget, config.steps)
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
@@ -191,6 +193,7 @@ class Loop:
         )
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
+        self.record(s.step, groups, self.buffer.report_discarded())
         self.metrics.step(s.step, out.reduce())
         if failure is not None:
             raise failure

@@ -39,11 +39,25 @@ class ParityCheck:
         self.seed = config.seed
         self._asked = 0
 
+    def after_resume(self, version: int, metrics: MetricsWriter) -> None:
+        """Compare before the first step: does the engine hold the weights of the checkpoint? Raises as ``after_refit``."""
+        if self.config.every and self.prompts:
+            out = Accumulator()
+            self._compare(version, metrics, out)
+            found = out.reduce()
+            metrics.message(
+                "info",
+                f"Resumed at version {version}: of {found['mismatch/tokens']:.0f} logprobs of engine and trainer "
+                f"{found['mismatch/differing_tokens']:.0f} differ.",
+            )
+
     def after_refit(self, version: int, metrics: MetricsWriter, out: Accumulator) -> None:
         """Compare when it is due, and put what was found into ``out``. Raises ParityError above ``parity.stop``."""
         due = self.config.every and (version % self.config.every == 0 or version == 1)
-        if not due or not self.prompts:
-            return
+        if due and self.prompts:
+            self._compare(version, metrics, out)
+
+    def _compare(self, version: int, metrics: MetricsWriter, out: Accumulator) -> None:
         found, raw = self._ask(self.prompts, version)
         out.update(found)
         largest = found["mismatch/max_abs"]
@@ -63,11 +77,10 @@ class ParityCheck:
         """What differs in answers to ``prompts``, and whether it is all explained by a forgotten temperature."""
         start = time.perf_counter()
         requests = []
-        for prompt in prompts:
+        for i, prompt in enumerate(prompts):
             self._asked += 1
-            requests.append(
-                Request(-self._asked, prompt, 4, self.sampling, (self.seed, -self._asked, version), logprobs=True)
-            )
+            seed = (self.seed, -1 - i, version)  # not of what was asked before: a resumed run asks the same
+            requests.append(Request(-self._asked, prompt, 4, self.sampling, seed, logprobs=True))
         by_id = {request.id: request for request in requests}
         completions = sorted(self.engine.probe(requests), key=lambda item: (-item.request_id, item.sample))
         asked = [by_id[c.request_id].ids for c in completions]

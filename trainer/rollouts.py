@@ -41,6 +41,28 @@ class Counters:
         return taken
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where the rollout side is at one instant.
+
+    Attributes:
+        next_index: Of the first prompt that was never started.
+        again: Indices before it that were started and are not finished; what they cost is in no counter yet.
+        ready: Groups that wait to be trained on; what they cost is counted.
+        discarded: Groups that were discarded and not yet reported, with the reasons; ``discards`` counts all.
+        tokens: Generated since the loop last took the counters.
+        ledger: State of the ledger.
+    """
+
+    next_index: int
+    again: list[int]
+    ready: list[Group]
+    discarded: list[tuple[Group, str]]
+    discards: dict[str, int]
+    tokens: int
+    ledger: dict[str, Any]
+
+
 class RolloutWorker:
     """Keeps the engine busy as far as the buffer admits.
 
@@ -78,27 +100,39 @@ class RolloutWorker:
         self._discards = 0
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
         self._stop = threading.Event()
+        self._resumable = False
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout: float | None = None) -> None:
-        """End the thread, if it was started, and wait for it at most ``timeout`` seconds; open requests are cancelled."""
+    def stop(self, timeout: float | None = None, *, resumable: bool = False) -> None:
+        """End the thread, if it was started, and wait for it at most ``timeout`` seconds; open requests are cancelled.
+
+        Args:
+            resumable: The run will go on and generate the same again: what that has cost is kept apart from the roles, so
+                that an interrupted run counts as one that never was.
+        """
+        self._resumable = resumable
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
-    def position(self) -> dict[str, Any]:
-        """What a checkpoint keeps: ``next_index``, the indices before it that are ``untrained``, and what those have cost."""
-        with self._lock:
-            waiting = [group.index for group in self.buffer.untrained()]
-            spent = sum(self.search_flops(group) for group in self.buffer.ready())
-            return {
-                "next_index": self.next_index,
-                "untrained": sorted([*self._again, *waiting]),
-                "untrained_flops": spent,
-            }
+    def position(self) -> Position:
+        """What a checkpoint keeps of this side, all of one instant; for the thread that takes batches."""
+        with self._lock, self.counters.lock:
+            ready = self.buffer.ready()
+            known = {group.index for group in ready}
+            unfinished = [group.index for group in self.buffer.untrained() if group.index not in known]
+            return Position(
+                next_index=self.next_index,
+                again=sorted([*self._again, *unfinished]),
+                ready=ready,
+                discarded=self.buffer.report_discarded(clear=False),
+                discards=dict(self.buffer.discarded),
+                tokens=self.counters.tokens,
+                ledger=self.ledger.state_dict(),
+            )
 
     def _run(self) -> None:
         try:
@@ -121,8 +155,12 @@ class RolloutWorker:
             for completion in self.engine.poll(0.05):
                 group = self._open[completion.request_id]
                 group.completions.append(completion)
-                if len(group.completions) == self.group_size:
-                    del self._open[group.index]
+                if len(group.completions) < self.group_size:
+                    continue
+                del self._open[group.index]
+                if self._resumable:
+                    self.ledger.apart("interrupted", self.search_flops(group))
+                else:
                     self._charge(group)
                     self.ledger.waste("cancelled", self.search_flops(group))
 
@@ -160,14 +198,18 @@ class RolloutWorker:
     def _score(self, groups: list[Group]) -> None:
         """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
         for group in groups:
-            self._charge(group)
             group.texts = [self.decode(completion.ids) for completion in group.completions]
         start = time.perf_counter()
-        scored = self.rewards.score(
-            [group.prompt for group in groups for _ in group.completions],
-            [text for group in groups for text in group.texts],
-            [completion.ids for group in groups for completion in group.completions],
-        )
+        try:
+            scored = self.rewards.score(
+                [group.prompt for group in groups for _ in group.completions],
+                [text for group in groups for text in group.texts],
+                [completion.ids for group in groups for completion in group.completions],
+            )
+        except BaseException:  # the run ends; one that goes on with a better reward generates them again
+            for group in groups:
+                self.ledger.apart("interrupted", self.search_flops(group))
+            raise
         seconds = time.perf_counter() - start
         self.ledger.add("feedback", 0, seconds)
         with self.counters.lock:
@@ -178,14 +220,16 @@ class RolloutWorker:
             group.rewards = scored.total[at : at + n]
             group.components = {name: values[at : at + n] for name, values in scored.components.items()}
             at += n
-            if len(group.scored()) < 2:
-                self.ledger.waste("failed", self.search_flops(group))
-                self.buffer.discard(group, "fewer than two scored samples")
-                self._discards += 1
-                self._check_discards(group)
-            else:
-                self._discards = 0
-                self.buffer.complete(group)
+            with self._lock:  # counted when it is closed: a checkpoint sees both or neither
+                self._charge(group)
+                useful = len(group.scored()) >= 2
+                if useful:
+                    self.buffer.complete(group)
+                else:
+                    self.ledger.waste("failed", self.search_flops(group))
+                    self.buffer.discard(group, "fewer than two scored samples")
+            self._discards = 0 if useful else self._discards + 1
+            self._check_discards(group)
 
     def _check_discards(self, group: Group) -> None:
         """A reward that scores nothing would let the engine generate for ever without a batch."""

@@ -14,9 +14,10 @@ import yaml
 
 from trtl_rl.config import RunConfig
 from trtl_rl.config_parts import RewardConfig
+from trtl_rl.disk import alone_in, replace_file
 from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.faulty import UNSEEN_WITHOUT_PROBES, Fault
-from trtl_rl.errors import UserError
+from trtl_rl.errors import DiskError, UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model, weights_digest
 from trtl_rl.recipe.recipe import Recipe
@@ -42,6 +43,7 @@ class TrainResult:
         status: ``done``, or ``interrupted`` (saved, can be resumed).
         reason: The limit that was reached: ``steps``, ``budget.flops`` and so on.
         evaluation: Metrics of the last evaluation, if there was one.
+        nothing_to_do: Whether a resume found the run complete, and loaded nothing.
     """
 
     status: str
@@ -49,6 +51,7 @@ class TrainResult:
     step: int
     run_dir: Path
     evaluation: dict[str, float]
+    nothing_to_do: bool = False
 
 
 class Trainer:
@@ -62,7 +65,8 @@ class Trainer:
             ``completion_ids`` and every column of the data, each a list; they return one float or None per completion.
         train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence); overrides ``args.data``.
         args: Every other setting.
-        resume: Continue the run in ``args.run_dir`` from its newest checkpoint.
+        resume: Continue the run in ``args.run_dir`` from its newest whole checkpoint, or from its beginning where it had
+            not saved one yet.
 
     Raises:
         UserError: with what is wrong and what to do.
@@ -121,15 +125,22 @@ class Trainer:
         """Run to the end of steps or budget, or until :meth:`stop`; everything is in ``run_dir`` afterwards.
 
         Raises:
-            EngineError, RewardError, ParityError: the run has failed; what it produced stays in ``run_dir``.
+            EngineError, RewardError, ParityError, DiskError: the run has failed; what it produced stays in ``run_dir``.
         """
-        from trtl_rl.trainer.assembly import Run
-
         self.prepare()
         self._prepared = False
-        if not self.resume and (self.run_dir / "metrics.jsonl").exists():
-            raise UserError(f"This Trainer has run already, in {self.run_dir}: make a new one with another run_dir.")
-        (self.run_dir / "config.yaml").write_text(self._config_text())
+        with alone_in(self.run_dir):
+            if not self.resume and (self.run_dir / "metrics.jsonl").exists():
+                raise UserError(
+                    f"This Trainer has run already, in {self.run_dir}: make a new one with another run_dir."
+                )
+            return self._train()
+
+    def _train(self) -> TrainResult:
+        from trtl_rl.trainer.assembly import Run
+
+        if not self.resume:
+            self.write_config()
         metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
         started = time.monotonic()
         run: Run | None = None
@@ -144,7 +155,10 @@ class Trainer:
             saved = checkpoint.whole(self.run_dir / "checkpoints")
             kept = f"kept: {saved[-1]}" if saved else "there is no checkpoint yet"
             text = "stopped at once" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-            metrics.write("end", status="failed", step=step, text=f"{text}\n{kept}")
+            with contextlib.suppress(DiskError):
+                metrics.write("end", status="failed", step=step, text=f"{text}\n{kept}")
+            if isinstance(error, DiskError) and "ept: " not in str(error):
+                raise DiskError(f"{error} The run ends at step {step}; {kept}.") from error
             if isinstance(error, UserError) and self._made_directory and step == 0:
                 shutil.rmtree(self.run_dir)  # the corrected command shall find it absent
                 if self.config.run_dir is None:
@@ -153,7 +167,8 @@ class Trainer:
             raise
         finally:
             self._run = None
-            metrics.close()
+            with contextlib.suppress(DiskError):  # the run's own outcome is what matters
+                metrics.close()
 
     def prepare(self) -> None:
         """Make the run directory, under another name if another run has taken a default one meanwhile."""
@@ -190,11 +205,15 @@ class Trainer:
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
 
-    def _config_text(self) -> str:
-        """The resolved configuration as YAML."""
+    def write_config(self) -> None:
+        """Write the resolved configuration, ``config.yaml``. Raises DiskError."""
         values = self.config.model_dump(mode="json")
         values["run_dir"] = str(self.run_dir)
-        return yaml.safe_dump(values, sort_keys=False)
+        path = self.run_dir / "config.yaml"
+        try:
+            replace_file(path, yaml.safe_dump(values, sort_keys=False))
+        except OSError as error:
+            raise DiskError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _named(functions: list[RewardFunction]) -> list[Reward]:
@@ -226,8 +245,10 @@ def _run_directory(config: RunConfig, resume: bool, resume_by: str) -> Path:
     path = Path(config.run_dir).expanduser()
     if path.exists() and not path.is_dir():
         raise UserError(f"run_dir={path} is a file: name a directory.")
-    if resume and not checkpoint.whole(path / "checkpoints"):
-        raise UserError(f"{path} has no whole checkpoint to resume from; start it again with another run_dir.")
+    if resume and not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is no run that could be resumed: it has no config.yaml. Start it without resume.")
+    if resume:
+        checkpoint.check_any(path / "checkpoints")
     if not resume and path.exists() and any(path.iterdir()):
         raise UserError(
             f"The run directory {path} exists and is not empty. Choose another run_dir, or continue that run with: "
@@ -302,7 +323,14 @@ def _check_fault(config: RunConfig) -> None:
 
 def _closing_text(trainer: Trainer, result: TrainResult) -> str:
     """What a person does next."""
-    where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, logs/."
+    where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, rollouts/, logs/."
+    if result.nothing_to_do:
+        again = trainer._resume_by.format(run_dir=trainer.run_dir)
+        return (
+            f"Nothing to do: the run had reached {result.reason} at step {result.step}. {where}\n"
+            f"With more steps or a larger budget it goes on: {again}"
+            + (f" steps={2 * result.step}" if again.startswith("trtl-rl") and result.reason == "steps" else "")
+        )
     if result.status == "interrupted":
         again = trainer._resume_by.format(run_dir=trainer.run_dir)
         return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from trtl_rl.rollout import Group
 
@@ -31,6 +32,7 @@ class GroupBuffer:
         self.batch = batch
         self.max_staleness = max_staleness
         self.discarded: Counter[str] = Counter()
+        self._unreported: list[tuple[Group, str]] = []
         self._version = version
         self._budget = (max_staleness + 1) * batch  # groups that may be started now
         self._needed = needed
@@ -68,8 +70,40 @@ class GroupBuffer:
         with self._changed:
             del self._in_flight[group.index]
             self.discarded[reason] += 1
+            self._unreported.append((group, reason))
             self._spend(-1)
             self._changed.notify_all()
+
+    def restore(self, ready: Iterable[Group]) -> list[Group]:
+        """Take the ready groups of an interrupted run, in place of as many that would be started.
+
+        Returns:
+            Those that can no longer be trained on in time, since ``max_staleness`` or the batch has become smaller; they are
+            not in the buffer.
+        """
+        with self._changed:
+            assert not self._ready and not self._in_flight, "restore() comes first"
+            stale = []
+            for group in sorted(ready, key=lambda group: (group.version, group.index)):
+                if group.version + self.max_staleness < self._version + len(self._ready) // self.batch:
+                    stale.append(group)
+                else:
+                    self._ready[group.index] = group
+                    self._spend(1)
+            return stale
+
+    def note_discarded(self, group: Group, reason: str) -> None:
+        """A group that is in the buffer no more was discarded: it is yet to be reported."""
+        with self._changed:
+            self._unreported.append((group, reason))
+
+    def report_discarded(self, clear: bool = True) -> list[tuple[Group, str]]:
+        """Groups that were discarded since they were last reported, each with the reason."""
+        with self._changed:
+            reported = list(self._unreported)
+            if clear:
+                self._unreported.clear()
+            return reported
 
     def fail(self, error: BaseException) -> None:
         """The rollout side has failed: whoever waits for a batch raises this."""

@@ -31,6 +31,7 @@ from trtl_rl.config_parts import (
     Part,
     RefitConfig,
     RewardConfig,
+    RolloutsConfig,
     SamplingConfig,
     TaskConfig,
 )
@@ -63,6 +64,7 @@ class RunConfig(Part):
     buffer: BufferConfig = Field(default_factory=BufferConfig)
     refit: RefitConfig = Field(default_factory=RefitConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    rollouts: RolloutsConfig = Field(default_factory=RolloutsConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

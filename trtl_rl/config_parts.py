@@ -192,7 +192,15 @@ class CheckpointConfig(Part):
     """When to save, and how many to keep."""
 
     every: Annotated[int, Field(ge=0)] = Field(50, description="Steps between checkpoints; 0: at the end only.")
-    keep: Count = 2
+    keep: Count = Field(
+        2, description="Newest checkpoints that stay. With 1, a torn one leaves nothing to resume from."
+    )
+
+
+class RolloutsConfig(Part):
+    """The trained answers, for people: ``rollouts/step-N.jsonl``, one group a line."""
+
+    keep: Annotated[int, Field(ge=0)] = Field(100, description="Newest steps whose answers stay; 0: none are written.")
 
 
 class BudgetConfig(Part):

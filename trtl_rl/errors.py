@@ -26,6 +26,10 @@ class ParityError(RuntimeError):
     """Trainer and engine disagree more than ``parity.stop`` allows."""
 
 
+class DiskError(RuntimeError):
+    """A file of the run could not be written, for example for want of room. The message says what is kept."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest of ``choices``, or an empty string.
 

@@ -4,7 +4,7 @@ Each row is one JSON object with ``kind`` and ``time`` (Unix seconds):
 
 =============  =========================================================================================
 ``start``      what the run is: ``model``, ``parameters``, ``steps``, ``task``, ``loss``, ``recipe``, ``coverage``,
-               ``kernels``, ``versions``, ``resumed_from``
+               ``kernels``, ``versions``, ``resumed_from``, ``lost_flops`` (of steps that are done again)
 ``progress``   long work before or between steps: ``name``, ``done``, ``total``, ``unit``
 ``step``       ``step`` (1 is the first update) and ``metrics``, a flat mapping of metric name to number
 ``sample``     ``step``, ``prompt``, ``completion``, ``reward``, ``finish_reason``, ``version``
@@ -16,14 +16,18 @@ Each row is one JSON object with ``kind`` and ``time`` (Unix seconds):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from trtl_rl.errors import DiskError
 
 Reduction = Literal["mean", "sum", "max", "last"]
 Row = dict[str, Any]
@@ -72,11 +76,29 @@ class Accumulator:
         return out
 
 
+@dataclass(frozen=True)
+class Rewound:
+    """What a resume found in the rows before it.
+
+    Attributes:
+        steps: Steps whose rows were dropped.
+        lost_flops: FLOPs of all roles in steps that are done again, also those of earlier resumes from there.
+        evaluated: Steps that have an evaluation.
+    """
+
+    steps: int = 0
+    lost_flops: int = 0
+    evaluated: frozenset[int] = frozenset()
+
+
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl``; a row is one ``write``, so that readers and a kill never see half of two rows.
 
     Args:
         path: The file; it is created, and continued when it exists.
+
+    Raises:
+        DiskError: by every method that writes, when a row cannot be written; half a row does not stay in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,8 +114,8 @@ class MetricsWriter:
         """Append one row. Non-finite numbers become ``null``: JSON has no word for them."""
         row = {"kind": kind, "time": round(time.time(), 3), **fields}
         data = json.dumps(_finite(row), ensure_ascii=False).encode() + b"\n"
-        with self._lock:
-            self._file.write(data)
+        with self._lock, self._explained():
+            self._append(data)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write("step", step=step, metrics={k: _short(v) for k, v in metrics.items()})
@@ -104,9 +126,64 @@ class MetricsWriter:
     def message(self, level: Literal["info", "warning", "error"], text: str) -> None:
         self.write("message", level=level, text=text)
 
+    def rewind(self, step: int) -> Rewound:
+        """Blank the rows of all steps after ``step``, which are done again, and what a kill has torn.
+
+        Rows that belong to no step (``start``, ``message`` …) stay: they tell what has happened. Lines are overwritten by
+        spaces where they lie, so that whoever is reading the file keeps his place.
+        """
+        dropped: set[int] = set()
+        evaluated: set[int] = set()
+        lost = 0
+        with self._lock, self._explained(), open(self.path, "r+b") as file:
+            for line in iter(file.readline, b""):
+                row = _row(line)
+                kind, at = (row.get("kind"), int(row.get("step", -1))) if row is not None else (None, step + 1)
+                if at > step:
+                    end = file.tell()
+                    file.seek(end - len(line))
+                    file.write(b" " * (len(line) - 1) + b"\n")
+                    file.seek(end)
+                if row is None:
+                    continue
+                if kind == "start" and (row.get("resumed_from") or 0) >= step:
+                    lost += row.get("lost_flops") or 0
+                if kind == "step" and at > step:
+                    dropped.add(at)
+                    lost += int(row["metrics"].get("flops/total", 0))
+                if kind == "evaluation" and at <= step:
+                    evaluated.add(at)
+        return Rewound(len(dropped), lost, frozenset(evaluated))
+
+    def sync(self) -> None:
+        """Bring all rows to the disk, so that a checkpoint that is there has its rows."""
+        with self._explained():
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot be written: {error.strerror}.") from error
+
+    def _append(self, data: bytes) -> None:
+        """Write all of ``data``, or nothing."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(data) or 0
+            while written < len(data):  # the disk had room for a part
+                written += self._file.write(data[written:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), size)
+            raise
 
 
 class MetricsReader:
@@ -133,6 +210,8 @@ class MetricsReader:
         self._offset += end
         rows: list[Row] = []
         for line in data[:end].splitlines():
+            if not line.strip():  # a step that was done again after a resume
+                continue
             try:
                 row = json.loads(line)
             except ValueError:
@@ -145,6 +224,11 @@ class MetricsReader:
 def read_rows(path: Path) -> Iterator[Row]:
     """All whole rows of a finished or running file."""
     yield from MetricsReader(path).poll()
+
+
+def evaluated_steps(path: Path) -> frozenset[int]:
+    """Steps that have an evaluation."""
+    return frozenset(row["step"] for row in read_rows(path) if row.get("kind") == "evaluation")
 
 
 def _short(value: float) -> float:
@@ -162,6 +246,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def _row(line: bytes) -> Row | None:
+    """The row of a line, or None for one that is torn or blank."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step", -1), int) else None
 
 
 def _ends_within_a_row(path: Path) -> bool:
