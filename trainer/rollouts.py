@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.engine import RolloutEngine
-from trtl_rl.errors import RewardError
+from trtl_rl.engines.supervisor import SupervisedEngine, WorkLost
+from trtl_rl.errors import EngineError, RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
-from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.ledger import Ledger, Waste
+from trtl_rl.metrics import Tell
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
+from trtl_rl.trainer.signs import Signs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DISCARD_LIMIT = 32  # so many groups in a row without two scored samples end the run
+TURN = 0.05  # seconds of one wait of the thread
 
 
 @dataclass
@@ -41,18 +45,40 @@ class Counters:
         return taken
 
 
+@dataclass
+class Attempt:
+    """One time that a group is asked for.
+
+    Attributes:
+        id: Of the request.
+        group: Its completions are those of this attempt, until there is another one.
+    """
+
+    id: int
+    group: Group
+    completions: list[Completion] = field(default_factory=list)
+
+
 class RolloutWorker:
     """Keeps the engine busy as far as the buffer admits.
+
+    A group whose work is lost is asked for again, with the same random streams, before any new one: when the engine was
+    restarted, when the group's lease ran out, or when the engine itself cancelled an answer. What the lost work has cost is
+    counted.
 
     Args:
         start: Index of the first prompt in the task's order; a resumed run goes on where it stopped.
         again: Indices that an interrupted run had started but not trained on: they come first.
         needs_logprobs: Whether the objective wants behaviour logprobs.
+        tell: Takes messages for people: level and text.
+
+    Attributes:
+        doing: What the thread is at, for people.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: SupervisedEngine,
         task: Task,
         rewards: RewardRunner,
         buffer: GroupBuffer,
@@ -66,15 +92,21 @@ class RolloutWorker:
         start: int = 0,
         again: Iterable[int] = (),
         needs_logprobs: bool = False,
+        tell: Tell = lambda level, text: None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
-        self.shape, self.decode, self.sampling = shape, decode, sampling
+        self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
         self.counters = Counters()
         self.next_index = start
+        self.doing = "it was not started"
         self._again = deque(again)
         self._order = task.order(seed)
-        self._open: dict[int, Group] = {}
+        self._ids = itertools.count()
+        self._open: dict[int, Attempt] = {}
+        self._lost: dict[int, Attempt] = {}  # cancelled, and not yet all back
+        self._repeat: list[Group] = []  # to be asked for again
+        self._signs = Signs()
         self._discards = 0
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
         self._stop = threading.Event()
@@ -100,34 +132,38 @@ class RolloutWorker:
                 "untrained_flops": spent,
             }
 
+    def under_way(self) -> dict[int, list[int]]:
+        """Tokens of the answers that the engine is at, by index of the group; for any thread."""
+        progress = self.engine.progress()
+        return {attempt.group.index: progress[id] for id, attempt in list(self._open.items()) if id in progress}
+
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._submit()
-                if self._open:
-                    self._collect(self.engine.poll(0.05))
-                else:
-                    self.buffer.wait_for_room(0.05)
-            if self._open:
-                self._cancel()
+                try:
+                    self._turn()
+                except WorkLost as lost:
+                    self._take_back(lost)
+            self._cancel()
         except BaseException as error:
             self.buffer.fail(error)
+        self.doing = "it has ended"
 
-    def _cancel(self) -> None:
-        """Stop what is unfinished, and count what it cost."""
-        self.engine.cancel(list(self._open))
-        end = time.monotonic() + 2.0
-        while self._open and time.monotonic() < end:
-            for completion in self.engine.poll(0.05):
-                group = self._open[completion.request_id]
-                group.completions.append(completion)
-                if len(group.completions) == self.group_size:
-                    del self._open[group.index]
-                    self._charge(group)
-                    self.ledger.waste("cancelled", self.search_flops(group))
+    def _turn(self) -> None:
+        self._submit()
+        if self._open or self._lost:
+            self.doing = "it waits for the engine"
+            completions = self.engine.poll(TURN)
+            self._collect(completions)
+            if (passed := self._signs.passed()) is not None:
+                self._check_leases(passed)
+        else:
+            self.doing = "it waits for room in the buffer"
+            self._signs.pause()
+            self.buffer.wait_for_room(TURN)
 
     def _submit(self) -> None:
-        requests = []
+        groups, self._repeat = self._repeat, []
         for _ in range(self.buffer.room()):
             with self._lock:
                 index = self._again[0] if self._again else self.next_index
@@ -137,31 +173,127 @@ class RolloutWorker:
                 if self._again:
                     self._again.popleft()
                 self.next_index = max(self.next_index, index + 1)
-            self._open[index] = group
-            seed = (self.seed, id, occurrence)
+            groups.append(group)
+        requests = []
+        for group in groups:
+            attempt = Attempt(next(self._ids), group)
+            self._open[attempt.id] = attempt
+            prompt = group.prompt
+            seed = (self.seed, prompt.id, prompt.occurrence)
             requests.append(
-                Request(index, group.prompt.ids, self.group_size, self.sampling, seed, logprobs=self.needs_logprobs)
+                Request(attempt.id, prompt.ids, self.group_size, self.sampling, seed, logprobs=self.needs_logprobs)
             )
         if requests:
+            self.doing = "it waits until the engine has taken requests"
             self.engine.submit(requests)
 
     def _collect(self, completions: list[Completion]) -> None:
+        """Sort completions into their groups, and score those that are whole."""
         finished = []
         for completion in completions:
-            group = self._open[completion.request_id]
-            group.completions.append(completion)
-            if len(group.completions) == self.group_size:
-                del self._open[group.index]
-                group.completions.sort(key=lambda item: item.sample)
-                finished.append(group)
+            attempt = self._open.get(completion.request_id) or self._lost[completion.request_id]
+            attempt.completions.append(completion)
+            self._signs.came(completion.request_id)
+            if len(attempt.completions) < self.group_size:
+                continue
+            if self._lost.pop(attempt.id, None) is not None:
+                self._charge_lost(attempt, "lease_expired")
+                continue
+            del self._open[attempt.id]
+            if any(item.finish_reason == "cancelled" for item in attempt.completions):
+                self._charge_lost(attempt, "failed")
+                self._give_back(attempt.group, "cancelled by the engine")
+                continue
+            attempt.completions.sort(key=lambda item: item.sample)
+            attempt.group.completions = attempt.completions
+            finished.append(attempt.group)
         if finished:
             self._score(finished)
+
+    # --- work that is lost ---
+
+    def _check_leases(self, seconds: float) -> None:
+        """Renew the leases of what the engine works on; ask again for groups that it has forgotten."""
+        if self._repeat:
+            return  # leases are of what the engine has
+        alive = self._signs.of_life(self.engine.progress())
+        self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
+        again, spent = self.buffer.expired(seconds)
+        if not again and not spent:
+            return
+        by_index = {attempt.group.index: attempt for attempt in self._open.values()}
+        attempts = [by_index[group.index] for group in (*again, *spent)]
+        lease = f"no sign of life for {self.buffer.lease:g} s (buffer.lease)"
+        if again:
+            self.tell("warning", f"{_named(again)}: {lease}; generated again.")
+        if spent:
+            self.tell(
+                "warning",
+                f"{_named(spent)}: {lease}, {self.buffer.attempts} times (buffer.attempts); left out of the run.",
+            )
+        for attempt in attempts:
+            self._lost[attempt.id] = self._open.pop(attempt.id)
+        for group in again:
+            self._give_back(group, "lease expired")
+        for group in spent:
+            self._discard(group, "lease expired", EngineError, "the engine loses requests.")
+        if self._signs.silent_for > self.buffer.lease:  # not these prompts: the engine does nothing at all
+            self.engine.fail(
+                EngineError(f"The engine answers calls, but nothing has come of its work for {self.buffer.lease:g} s.")
+            )
+        else:
+            self.engine.cancel([attempt.id for attempt in attempts])
+
+    def _take_back(self, lost: WorkLost) -> None:
+        """The engine was restarted: keep what had arrived, ask again for the rest."""
+        self._collect(lost.completions)
+        for attempt in self._lost.values():
+            self._charge_lost(attempt, "lease_expired", lost.progress)
+        for attempt in self._open.values():
+            self._charge_lost(attempt, "engine_death", lost.progress)
+        groups = [attempt.group for attempt in self._open.values()]
+        self._open, self._lost, self._signs = {}, {}, Signs()
+        for group in groups:
+            self._give_back(group, "engine restarted")
+
+    def _give_back(self, group: Group, reason: str) -> None:
+        self.buffer.give_back(group, reason)
+        self._repeat.append(group)
+        self._repeat.sort(key=lambda item: item.index)
+
+    def _cancel(self) -> None:
+        """Stop what is unfinished, and count what it cost."""
+        progress: dict[int, list[int]] = {}
+        if self._open:
+            self.doing = "it cancels what is unfinished"
+            try:
+                self.engine.cancel(list(self._open))
+                end = time.monotonic() + 2.0
+                while self._missing() and time.monotonic() < end:
+                    self._keep(self.engine.poll(TURN))
+                progress = self.engine.progress()
+            except WorkLost as lost:
+                self._keep(lost.completions)
+                progress = lost.progress
+        for attempt in (*self._open.values(), *self._lost.values()):
+            self._charge_lost(attempt, "cancelled", progress)
+        self._open, self._lost = {}, {}
+
+    def _missing(self) -> bool:
+        return any(len(attempt.completions) < self.group_size for attempt in self._open.values())
+
+    def _keep(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            (self._open.get(completion.request_id) or self._lost[completion.request_id]).completions.append(completion)
+
+    # --- groups that are whole ---
 
     def _score(self, groups: list[Group]) -> None:
         """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
         for group in groups:
-            self._charge(group)
+            self._charge(group, [len(completion.ids) for completion in group.completions])
             group.texts = [self.decode(completion.ids) for completion in group.completions]
+        self.doing = f"it is in the reward functions ({', '.join(reward.name for reward in self.rewards.rewards)})"
         start = time.perf_counter()
         scored = self.rewards.score(
             [group.prompt for group in groups for _ in group.completions],
@@ -180,31 +312,46 @@ class RolloutWorker:
             at += n
             if len(group.scored()) < 2:
                 self.ledger.waste("failed", self.search_flops(group))
-                self.buffer.discard(group, "fewer than two scored samples")
-                self._discards += 1
-                self._check_discards(group)
+                silent = ", ".join(name for name, values in group.components.items() if None in values)
+                why = f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?"
+                self._discard(group, "fewer than two scored samples", RewardError, why)
             else:
                 self._discards = 0
                 self.buffer.complete(group)
 
-    def _check_discards(self, group: Group) -> None:
-        """A reward that scores nothing would let the engine generate for ever without a batch."""
+    def _discard(self, group: Group, reason: str, error: type[Exception], why: str) -> None:
+        """Leave a group out. With an engine or a reward that is good for nothing this would go on for ever without a batch."""
+        self.buffer.discard(group, reason)
+        self._discards += 1
         if self._discards >= DISCARD_LIMIT:
-            silent = [name for name, values in group.components.items() if None in values]
-            raise RewardError(
-                f"{self._discards} groups in a row had fewer than two scored samples: {', '.join(silent)} returned None, "
-                f"last for prompt {group.prompt.id}. Can the reward judge this data?"
-            )
+            raise error(f"{self._discards} groups in a row had to be left out, last prompt {group.prompt.id}: {why}")
 
-    def _charge(self, group: Group) -> None:
-        self.ledger.add("search", self.search_flops(group))
+    # --- what it costs ---
+
+    def _charge(self, group: Group, tokens: list[int]) -> int:
+        flops = formulas.rollout(self.shape, len(group.prompt.ids), tokens)
+        self.ledger.add("search", flops)
         with self.counters.lock:
-            self.counters.tokens += sum(len(completion.ids) for completion in group.completions)
+            self.counters.tokens += sum(tokens)
+        return flops
+
+    def _charge_lost(self, attempt: Attempt, reason: Waste, progress: Mapping[int, list[int]] | None = None) -> None:
+        """Count an attempt that nobody trains on: what arrived, and as much of the rest as the engine had told of."""
+        tokens = [len(completion.ids) for completion in attempt.completions]
+        tokens += (progress or {}).get(attempt.id, [])[: self.group_size - len(tokens)]
+        if any(tokens):
+            self.ledger.waste(reason, self._charge(attempt.group, tokens))
 
     def search_flops(self, group: Group) -> int:
         """FLOPs of generating a group: its prompt once, then every token."""
         answers = (len(completion.ids) for completion in group.completions)
         return formulas.rollout(self.shape, len(group.prompt.ids), answers)
+
+
+def _named(groups: list[Group]) -> str:
+    """Prompts by their numbers, for people."""
+    names = ", ".join(str(group.prompt.id) for group in groups[:8]) + (" …" if len(groups) > 8 else "")
+    return f"Prompt {names}" if len(groups) == 1 else f"Prompts {names}"
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
