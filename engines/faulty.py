@@ -18,6 +18,7 @@ mode                    what goes wrong, from step N on           caught by     
                                                                   probes), ``refit.timeout``     "computed nothing for 60 s"
 ``die_at_step``         the process kills itself                  the closed connection          "its process ended with
                                                                                                  status -9", end of its log
+``die_in_refit``        the same with a part of the weights       the same                       the same
 ``lose_request``        one request is taken and forgotten        its lease (``buffer.lease``)   "Prompt 7 … no sign of life";
                                                                                                  the engine stays
 ``lose_prompt``         that prompt is forgotten whenever it      the same                       the prompt is left out after
@@ -65,6 +66,7 @@ MODES = (
     "raw_logprobs",
     "partial_refit",
     "die_at_step",
+    "die_in_refit",
     "lose_request",
     "lose_prompt",
 )
@@ -235,6 +237,8 @@ class FaultyEngine:
             raise RefitError(
                 f"The engine fails on purpose (engine.fault=reply_error): no memory left for version {version}."
             )
+        if self._strikes("die_in_refit", version):
+            self._die()
         tensors = dict(bucket.tensors)
         if self._strikes("skip_scales", version):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}

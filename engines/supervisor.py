@@ -262,7 +262,7 @@ class SupervisedEngine:
             wait = self._delay * 2 ** (self._in_a_row - 1)
             attempt = f"restart {self._in_a_row} of {self._allowed}"
             self.doing = f"the engine failed, {attempt} is under way"
-            self._tell("warning", f"{error.brief} The engine is ended and started again in {wait:g} s ({attempt}).")
+            self._tell("warning", f"{error.brief} The engine is started anew in {wait:g} s ({attempt}).")
             start = time.monotonic()
             if not tried:
                 engine.close()
