@@ -276,7 +276,15 @@ class HostedEngine:
         self._answers[number] = answer
         try:
             self._send({"id": number, "method": method, "parameters": parameters})
-            return answer.result(limit)
+            waited = 0.0  # by turns, not by the clock: while this process is stopped itself, nobody can answer it
+            while True:
+                turn = min(HEARTBEAT, limit - waited)
+                try:
+                    return answer.result(turn)
+                except FutureTimeout:
+                    waited += turn
+                    if waited >= limit:
+                        raise
         except (FutureTimeout, BlockingIOError):
             raise self._error(f"The engine did not answer '{method}' within {limit:g} s") from None
         except OSError:

@@ -189,21 +189,22 @@ def test_a_prompt_without_a_sign_of_life_is_generated_again_and_in_the_end_left_
     lost, slow = group(0), group(1)
     for item in (lost, slow):
         buffer.start(item)
-    assert buffer.expired(6) == ([], [])
+    assert buffer.expired(6) == []
     buffer.renew([1])
     assert [(item.index, silent) for item, silent in buffer.in_flight()] == [(0, 6), (1, 0)]
-    assert buffer.expired(6) == ([lost], [])
-    buffer.give_back(lost, "lease expired")
+    assert buffer.expired(6) == [lost]
+    assert buffer.give_back(lost, "lost", blame=True)
     assert buffer.room() == 0 and lost.version == 0, "it stays admitted"
     buffer.renew([1])
-    assert buffer.expired(9) == ([], []), "each attempt has a whole lease"
+    assert buffer.expired(9) == [], "each attempt has a whole lease"
     buffer.renew([1])
-    assert buffer.expired(2) == ([], [lost])
-    buffer.discard(lost, "lease expired")
-    assert buffer.room() == 1 and buffer.expired(9) == ([slow], [])
+    assert buffer.expired(2) == [lost]
+    assert not buffer.give_back(lost, "lost", blame=True)
+    buffer.discard(lost, "lost")
+    assert buffer.room() == 1 and buffer.expired(9) == [slow]
     buffer.complete(slow)
-    assert buffer.expired(99) == ([], []), "what is ready has no lease"
-    assert buffer.discarded == {"lease expired": 1} == buffer.regenerated
+    assert buffer.expired(99) == [], "what is ready has no lease"
+    assert buffer.discarded == {"lost": 1} == buffer.regenerated
 
 
 def test_an_engine_that_dies_while_a_prompt_is_in_flight_is_not_the_prompts_fault() -> None:
@@ -211,6 +212,6 @@ def test_an_engine_that_dies_while_a_prompt_is_in_flight_is_not_the_prompts_faul
     item = group(0)
     buffer.start(item)
     for _ in range(5):
-        assert buffer.expired(9) == ([], [])
-        buffer.give_back(item, "engine restarted")
+        assert buffer.expired(9) == []
+        assert buffer.give_back(item, "engine restarted")
     assert buffer.regenerated["engine restarted"] == 5

@@ -250,7 +250,7 @@ def test_a_prompt_that_the_engine_forgets_is_asked_for_again_with_the_same_strea
     rollouts.start()
     assert train(rollouts, buffer, 4) == list(range(8))
     rollouts.stop()
-    assert engine.asked.count(3) == 3 and buffer.regenerated == {"lease expired": 2} and not buffer.discarded
+    assert engine.asked.count(3) == 3 and buffer.regenerated.total() == 2 and not buffer.discarded
     assert len({request.seed for request in engine.requests.values() if request.seed[1] == 3}) == 1
     assert said == ["Prompt 3: no sign of life for 0.2 s (buffer.lease); generated again."] * 2
 
@@ -263,7 +263,7 @@ def test_a_prompt_that_never_comes_back_is_left_out_by_name_and_another_takes_it
     rollouts.start()
     assert train(rollouts, buffer, 4) == [0, 1, 2, *range(4, 9)]
     rollouts.stop()
-    assert engine.asked.count(3) == 2 and buffer.discarded == {"lease expired": 1}
+    assert engine.asked.count(3) == 2 and buffer.discarded.total() == 1
     assert "Prompt 3: no sign of life for 0.2 s (buffer.lease), 2 times (buffer.attempts); left out" in said[-1]
 
 
@@ -306,7 +306,7 @@ def test_an_engine_that_loses_every_prompt_ends_the_run() -> None:
     engine.silent = True
     rollouts = worker(buffer, engine, by_sample)
     rollouts.start()
-    with pytest.raises(EngineError, match=rf"{DISCARD_LIMIT} groups in a row .*the engine loses requests"):
+    with pytest.raises(EngineError, match=rf"{DISCARD_LIMIT} groups in a row .*no sign of life for 0.1 s"):
         buffer.take(30)
     rollouts.stop()
 
@@ -341,12 +341,19 @@ def test_a_group_with_an_answer_that_the_engine_cancelled_is_never_trained_on() 
             if first:
                 self.done[0] = Completion(self.done[0].request_id, 2, [], "cancelled", 0, 0)
 
-    buffer, engine = GroupBuffer(1, 0), Cancels()
+    buffer, engine = GroupBuffer(1, 0, attempts=2), Cancels()
     rollouts = worker(buffer, engine, by_sample)
     rollouts.start()
     assert train(rollouts, buffer, 2) == [0, 1]
     rollouts.stop()
     assert engine.asked[:3] == [0, 0, 1] and wasted(rollouts, "failed") > 0
+
+    buffer, engine = GroupBuffer(1, 0, attempts=1), Cancels()
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    assert train(rollouts, buffer, 2) == [1, 2]
+    rollouts.stop()
+    assert buffer.discarded == {"cancelled by the engine": 1}
 
 
 def test_what_a_stopped_run_had_under_way_is_counted_even_when_the_engine_is_dead() -> None:

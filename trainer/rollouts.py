@@ -202,7 +202,7 @@ class RolloutWorker:
             del self._open[attempt.id]
             if any(item.finish_reason == "cancelled" for item in attempt.completions):
                 self._charge_lost(attempt, "failed")
-                self._give_back(attempt.group, "cancelled by the engine")
+                self._retry([attempt.group], "cancelled by the engine")
                 continue
             attempt.completions.sort(key=lambda item: item.sample)
             attempt.group.completions = attempt.completions
@@ -218,31 +218,19 @@ class RolloutWorker:
             return  # leases are of what the engine has
         alive = self._signs.of_life(self.engine.progress())
         self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
-        again, spent = self.buffer.expired(seconds)
-        if not again and not spent:
+        groups = self.buffer.expired(seconds)
+        if not groups:
             return
-        by_index = {attempt.group.index: attempt for attempt in self._open.values()}
-        attempts = [by_index[group.index] for group in (*again, *spent)]
-        lease = f"no sign of life for {self.buffer.lease:g} s (buffer.lease)"
-        if again:
-            self.tell("warning", f"{_named(again)}: {lease}; generated again.")
-        if spent:
-            self.tell(
-                "warning",
-                f"{_named(spent)}: {lease}, {self.buffer.attempts} times (buffer.attempts); left out of the run.",
-            )
-        for attempt in attempts:
-            self._lost[attempt.id] = self._open.pop(attempt.id)
-        for group in again:
-            self._give_back(group, "lease expired")
-        for group in spent:
-            self._discard(group, "lease expired", EngineError, "the engine loses requests.")
+        ids = {attempt.group.index: id for id, attempt in self._open.items()}
+        lost = [ids[group.index] for group in groups]
+        self._lost.update({id: self._open.pop(id) for id in lost})
+        self._retry(groups, f"no sign of life for {self.buffer.lease:g} s (buffer.lease)")
         if self._signs.silent_for > self.buffer.lease:  # not these prompts: the engine does nothing at all
             self.engine.fail(
                 EngineError(f"The engine answers calls, but nothing has come of its work for {self.buffer.lease:g} s.")
             )
         else:
-            self.engine.cancel([attempt.id for attempt in attempts])
+            self.engine.cancel(lost)
 
     def _take_back(self, lost: WorkLost) -> None:
         """The engine was restarted: keep what had arrived, ask again for the rest."""
@@ -254,12 +242,24 @@ class RolloutWorker:
         groups = [attempt.group for attempt in self._open.values()]
         self._open, self._lost, self._signs = {}, {}, Signs()
         for group in groups:
-            self._give_back(group, "engine restarted")
+            self.buffer.give_back(group, "engine restarted")
+        self._ask_again(groups)
 
-    def _give_back(self, group: Group, reason: str) -> None:
-        self.buffer.give_back(group, reason)
-        self._repeat.append(group)
-        self._repeat.sort(key=lambda item: item.index)
+    def _retry(self, groups: list[Group], reason: str) -> None:
+        """Ask again for groups that got lost while the engine went on, and leave those out that do so each time."""
+        again = [group for group in groups if self.buffer.give_back(group, reason, blame=True)]
+        self._ask_again(again)
+        if again:
+            self.tell("warning", f"{_named(again)}: {reason}; generated again.")
+        spent = [group for group in groups if group not in again]
+        if spent:
+            times = f"{self.buffer.attempts} times (buffer.attempts)"
+            self.tell("warning", f"{_named(spent)}: {reason}, {times}; left out of the run.")
+        for group in spent:
+            self._discard(group, reason, EngineError, f"{reason}.")
+
+    def _ask_again(self, groups: list[Group]) -> None:
+        self._repeat = sorted([*self._repeat, *groups], key=lambda group: group.index)
 
     def _cancel(self) -> None:
         """Stop what is unfinished, and count what it cost."""

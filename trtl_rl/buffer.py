@@ -32,8 +32,8 @@ class GroupBuffer:
         max_staleness: s, in weight versions.
         version: Weight version to begin with.
         needed: Groups that the run will still train on; no more are started, so that its end wastes nothing. None: no end.
-        lease: Seconds without a sign of life after which a group is generated again.
-        attempts: How often a group's lease may run out before it is given up.
+        lease: Seconds without a sign of life after which a group counts as lost.
+        attempts: How often a group may get lost before it is given up.
     """
 
     def __init__(
@@ -95,26 +95,32 @@ class GroupBuffer:
             self._spend(-1)
             self._changed.notify_all()
 
-    def give_back(self, group: Group, reason: str) -> None:
-        """A group's work is lost: it is generated again, under the admission that it has."""
+    def give_back(self, group: Group, reason: str, *, blame: bool = False) -> bool:
+        """A group's work is lost: it is generated again, under the admission that it has.
+
+        Args:
+            blame: Whether that counts as one of its ``attempts``: an engine that dies is no prompt's fault.
+
+        Returns:
+            False, and nothing was done, when it has had all its attempts: discard it.
+        """
         with self._changed:
             assert group.index in self._in_flight
+            if blame and not self._leases.fail(group.index):
+                return False
             self._leases.renew([group.index])
             self.regenerated[reason] += 1
+            return True
 
     def renew(self, indices: Iterable[int]) -> None:
         """There is a sign of life of these groups."""
         with self._changed:
             self._leases.renew(indices)
 
-    def expired(self, seconds: float) -> tuple[list[Group], list[Group]]:
-        """Let time pass. Returns the groups whose lease has run out: those to generate again, and those that had all attempts."""
+    def expired(self, seconds: float) -> list[Group]:
+        """Let time pass; returns the groups whose lease has run out."""
         with self._changed:
-            out = self._leases.pass_time(seconds)
-            spent = [index for index in out if self._leases.spent(index)]
-            return [self._in_flight[index] for index in out if index not in spent], [
-                self._in_flight[index] for index in spent
-            ]
+            return [self._in_flight[index] for index in self._leases.pass_time(seconds)]
 
     def fail(self, error: BaseException) -> None:
         """The rollout side has failed: whoever waits for a batch raises this."""

@@ -150,7 +150,7 @@ class BufferConfig(Part):
     lease: Positive = Field(
         600.0, description="Seconds without a sign of life of a prompt's answers, after which they are generated again."
     )
-    attempts: Count = Field(3, description="How often a prompt's lease may run out before the prompt is left out.")
+    attempts: Count = Field(3, description="How often a prompt's answers may get lost before the prompt is left out.")
 
 
 class RefitConfig(Part):

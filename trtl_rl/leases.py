@@ -1,4 +1,4 @@
-"""Leases: how long a prompt may be in flight without a sign of life, and how often that may happen to it."""
+"""Leases: how long a prompt may be in flight without a sign of life, and how often its answers may get lost."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Lease:
 
     Attributes:
         silent: Seconds without a sign of life.
-        expired: How often it has run out.
+        failed: How many attempts have come to nothing.
     """
 
     silent: float = 0.0
-    expired: int = 0
+    failed: int = 0
 
 
 class Leases:
     """By index of the group. Time is what :meth:`pass_time` is told: it stands still while the trainer itself is stopped.
 
     Args:
-        seconds: Without a sign of life, after which a group is generated again.
+        seconds: Without a sign of life, after which a lease runs out.
         attempts: How often a group is generated before it is given up.
 
     >>> leases = Leases(seconds=10, attempts=2)
@@ -33,10 +33,8 @@ class Leases:
     >>> leases.renew([3])
     >>> leases.pass_time(6), leases.pass_time(6)
     ([], [3])
-    >>> leases.spent(3)
-    False
-    >>> leases.pass_time(11), leases.spent(3)
-    ([3], True)
+    >>> leases.fail(3), leases.fail(3)
+    (True, False)
     """
 
     def __init__(self, seconds: float, attempts: int) -> None:
@@ -64,13 +62,14 @@ class Leases:
         for index, lease in self._held.items():
             lease.silent += seconds
             if lease.silent > self.seconds:
-                lease.silent, lease.expired = 0.0, lease.expired + 1
+                lease.silent = 0.0
                 out.append(index)
         return out
 
-    def spent(self, index: int) -> bool:
-        """Whether a group has been generated as often as it may."""
-        return self._held[index].expired >= self.attempts
+    def fail(self, index: int) -> bool:
+        """An attempt came to nothing; returns whether there is another."""
+        self._held[index].failed += 1
+        return self._held[index].failed < self.attempts
 
     def silent(self, index: int) -> float:
         """Seconds since the last sign of life of a group; 0 without a lease."""
