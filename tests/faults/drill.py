@@ -19,7 +19,7 @@ from run_files import Trained, checkpoints, rows_of
 from trtl_rl import Trainer
 from trtl_rl.trainer.rollouts import RolloutWorker
 
-WITHIN = 180.0  # seconds for anything that a drill waits for, on a busy machine
+WITHIN = 600.0  # seconds for anything that a drill waits for, on a busy machine
 
 
 @dataclass

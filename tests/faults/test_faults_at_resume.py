@@ -14,7 +14,7 @@ from run_files import rows_of, same, weights
 
 from trtl_rl import Trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_run_that_its_engine_ended_resumes_to_the_same_weights_with_a_sound_engine(tmp_path: Path) -> None:

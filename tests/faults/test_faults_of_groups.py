@@ -11,7 +11,7 @@ from run_files import Trained, digits, rows_of
 
 from trtl_rl.trainer.loop import NO_SIGNAL_LIMIT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_rewards_that_are_all_equal_are_told_of_and_end_the_run(tmp_path: Path) -> None:
@@ -23,8 +23,8 @@ def test_rewards_that_are_all_equal_are_told_of_and_end_the_run(tmp_path: Path) 
     assert any("all rewards are equal, so the loss is 0" in text for text in outcome.messages)
     (end,) = rows_of(outcome.run_dir, "end")
     assert "no group had answers of different reward" in end["text"]
-    wasted = outcome.ledger["wasted"]["zero_signal"]
-    assert wasted == outcome.ledger["flops"]["search"], "all of it was paid for nothing, and is counted so"
+    for step in outcome.steps:
+        assert step["flops/wasted/zero_signal"] > 0 and step["flops/learning"] == 0
 
 
 def test_the_reward_that_is_logged_is_the_one_that_is_optimised(

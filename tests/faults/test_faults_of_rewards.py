@@ -12,7 +12,7 @@ from run_files import digits
 
 from trtl_rl.errors import RewardError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def from_call(number: int, wrong: Callable[[list[float]], Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from run_files import Trained, digits
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.rollout import Completion
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_the_learner_gets_the_very_ids_that_the_engine_sent_padding_ids_included(

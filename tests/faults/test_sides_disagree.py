@@ -9,7 +9,7 @@ import pytest
 from drill import drill
 from run_files import same, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(

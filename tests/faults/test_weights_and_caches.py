@@ -12,7 +12,7 @@ from trtl_rl.engines.host import HostedEngine
 from trtl_rl.errors import EngineError
 from trtl_rl.refit.manifest import RefitResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_a_cache_of_older_weights_ends_the_run_with_its_name(tmp_path: Path) -> None:
