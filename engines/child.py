@@ -47,7 +47,7 @@ class Child:
         self._engine: TorchEngine | FaultyEngine | None = None
         self._kernels: KernelSet | None = None
         self._waiting_pause: list[int] = []
-        self._sent = 0.0
+        self._sent = self._told = 0.0  # when this said anything, and how far unfinished requests have got
         self._beside = threading.Lock()  # held by the thread of refits while it works
         self._refit_error: BaseException | None = None
 
@@ -95,9 +95,14 @@ class Child:
             raise self._refit_error
         engine = self._engine
         done = engine.take_done() if engine is not None else []
-        if done or time.monotonic() - self._sent > HEARTBEAT:
+        now = time.monotonic()
+        if done or now - self._sent > HEARTBEAT:
             busy = engine.busy_seconds if engine is not None else 0.0
-            self._send({"completions": [asdict(completion) for completion in done], "busy_seconds": busy})
+            message = {"completions": [asdict(completion) for completion in done], "busy_seconds": busy}
+            if engine is not None and now - self._told > HEARTBEAT:
+                message["progress"] = list(engine.progress().items())
+                self._told = now
+            self._send(message)
         if engine is not None and self._waiting_pause and engine.unfinished == 0:
             engine.pause("continue")
             for number in self._waiting_pause:
@@ -119,7 +124,8 @@ class Child:
         try:
             return {"id": number, "result": getattr(self, f"_do_{message['method']}")(**message["parameters"])}
         except (UserError, EngineError) as error:
-            return {"id": number, "error": type(error).__name__, "text": str(error)}
+            repeats = isinstance(error, EngineError) and error.repeats
+            return {"id": number, "error": type(error).__name__, "text": str(error), "repeats": repeats}
 
     def _do_configure(
         self,
@@ -142,7 +148,8 @@ class Child:
         if own.identity != kernels:
             raise EngineError(
                 f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "
-                "Python environments differ in torch, compiler or trtl-rl."
+                "Python environments differ in torch, compiler or trtl-rl.",
+                repeats=True,
             )
         self._kernels = own
         self._engine = TorchEngine(
@@ -226,7 +233,9 @@ def main() -> None:
         return  # the trainer is gone
     except BaseException as error:
         traceback.print_exc()
-        connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        repeats = isinstance(error, EngineError) and error.repeats
+        failed = {"failed": f"{type(error).__name__}: {error}", "repeats": repeats}
+        connection.send_bytes(json.dumps(failed).encode())
         raise
 
 

@@ -28,6 +28,12 @@ class RolloutEngine(Protocol):
     def busy_seconds(self) -> float:
         """Time spent generating so far."""
 
+    def progress(self) -> dict[int, list[int]]:
+        """Tokens of every unfinished completion that has begun, by request; an empty list for a request that waits.
+
+        It may be some seconds old. A request that is missing here and never comes back was lost.
+        """
+
     def coverage(self) -> Coverage:
         """The linears that the engine really runs, and the format of each."""
 

@@ -1,11 +1,14 @@
-"""An engine that fails on purpose: ``engine.fault=MODE`` or ``engine.fault=MODE:STEP`` (the step of the run, by default 1).
+"""An engine that fails on purpose: ``engine.fault=MODE[:STEP[:always]]``; STEP is one of the run, by default 1.
 
 ``FaultyEngine`` wraps any ``RolloutEngine`` and needs nothing but its methods. In a run it sits in the engine's own process,
 where the embedded engine is, so that a call which is not answered is really not answered, and a death is one. Each mode
 is an accident that users of systems like this have reported; what catches it is a check that every run has.
 
+A drill shows how a run recovers: the engine that takes the failed one's place is sound. With ``always`` it fails alike, as an
+engine with a lasting fault does, and the run ends after ``engine.restarts`` attempts with the message of the table.
+
 ======================  ========================================  =============================  ===========================
-mode                    what goes wrong, from step N on           caught by                      the run ends with
+mode                    what goes wrong, from step N on           caught by                      the message
 ======================  ========================================  =============================  ===========================
 ``skip_scales``         the refit takes codes, never scales       the receiver's count           "14 of 39 announced tensors
                                                                   against the manifest           never arrived"
@@ -15,16 +18,22 @@ mode                    what goes wrong, from step N on           caught by     
                                                                   probes), ``refit.timeout``     "computed nothing for 60 s"
 ``die_at_step``         the process kills itself                  the closed connection          "its process ended with
                                                                                                  status -9", end of its log
+``die_in_refit``        the same with a part of the weights       the same                       the same
+``lose_request``        one request is taken and forgotten        its lease (``buffer.lease``)   "Prompt 7 … no sign of life";
+                                                                                                 the engine stays
+``lose_prompt``         that prompt is forgotten whenever it      the same                       the prompt is left out after
+                        is asked for                                                             ``buffer.attempts`` leases
 ``permute_after_refit`` the digest is right, then rows of a       the probe after the refit      "prompts that it never saw
-                        weight change places                      (``parity.stop``)              differ too"
+                        weight change places                      (``parity.stop``)              differ too"; the run ends
 ``stale_prefix_cache``  a prompt that was answered before the     the same                       "only prompts that it had
-                        refit is answered from the old weights                                   answered before"
+                        refit is answered from the old weights                                   answered before"; it ends
 ``raw_logprobs``        logprobs are of logits, not of            the same                       "without the division by
-                        logits / temperature                                                     sampling.temperature"
+                        logits / temperature                                                     sampling.temperature"; it ends
 ======================  ========================================  =============================  ===========================
 
-Faults of generation (``never_reply``, ``die_at_step``) strike when step N asks for completions, all others at the refit
-that ends step N. A probe follows every ``parity.every`` updates, so the last three are found at the next one.
+Faults of generation (``never_reply``, ``die_at_step``, ``lose_…``) strike when step N asks for completions, all others at the
+refit that ends step N. A probe follows every ``parity.every`` updates, so the last three are found at the next one. They end
+the run at once: what disagrees once is no accident of a process.
 """
 
 from __future__ import annotations
@@ -57,6 +66,9 @@ MODES = (
     "raw_logprobs",
     "partial_refit",
     "die_at_step",
+    "die_in_refit",
+    "lose_request",
+    "lose_prompt",
 )
 UNSEEN_WITHOUT_PROBES = ("permute_after_refit", "stale_prefix_cache", "raw_logprobs")
 _SCALE = "_scale_inv"
@@ -67,24 +79,36 @@ class Fault:
     """What goes wrong, and from which step of the run on (1 is the first).
 
     >>> Fault.parse("die_at_step:3")
-    Fault(mode='die_at_step', step=3)
+    Fault(mode='die_at_step', step=3, always=False)
+
+    Attributes:
+        always: Whether an engine that takes the failed one's place fails, too.
     """
 
     mode: str
     step: int = 1
+    always: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read ``MODE`` or ``MODE:STEP``. Raises UserError for an unknown mode, with the nearest one, or for a step below 1."""
-        mode, colon, step = text.partition(":")
+        """Read ``MODE[:STEP[:always]]``.
+
+        Raises:
+            UserError: the mode is unknown, with the nearest one; or no step from 1 on, or another word, follows.
+        """
+        mode, *rest = text.split(":")
         if mode not in MODES:
             raise UserError(f"There is no engine.fault '{mode}'.{nearest(mode, MODES)} Known: {', '.join(MODES)}.")
-        if colon and not (step.isdecimal() and int(step) >= 1):
+        if rest and not (rest[0].isdecimal() and int(rest[0]) >= 1):
             raise UserError(f"engine.fault={text}: after the colon stands a step of the run, 1 or later.")
-        return cls(mode, int(step) if colon else 1)
+        if rest[1:] not in ([], ["always"]):
+            raise UserError(
+                f"engine.fault={text}: after the step may stand 'always', so that each new engine fails too."
+            )
+        return cls(mode, int(rest[0]) if rest else 1, bool(rest[1:]))
 
     def __str__(self) -> str:
-        return f"{self.mode}:{self.step}"
+        return f"{self.mode}:{self.step}" + (":always" if self.always else "")
 
 
 class FaultyEngine:
@@ -105,6 +129,7 @@ class FaultyEngine:
         self._requests: dict[int, Request] = {}  # as they were asked
         self._answers: dict[_Asked, tuple[int, list[Completion]]] = {}  # the newest version's, of each prompt
         self._ready: list[Completion] = []
+        self._lost: list[int] | None = None  # ids of the prompt that is lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -117,7 +142,8 @@ class FaultyEngine:
             self._die()
         if self._strikes("never_reply", self._inner.version + 1):
             return
-        self._inner.submit([self._changed(request) for request in requests if not self._served(request)])
+        taken = [request for request in requests if not self._loses(request)]
+        self._inner.submit([self._changed(request) for request in taken if not self._served(request)])
 
     def poll(self, timeout: float) -> list[Completion]:
         self._check_alive()
@@ -134,6 +160,18 @@ class FaultyEngine:
             self._hang()
         answered = self._inner.probe([self._changed(request) for request in requests if not self._served(request)])
         return self._outgoing(answered)
+
+    def _loses(self, request: Request) -> bool:
+        """Whether a request is forgotten: the first of the step, or each of that prompt."""
+        step = self._inner.version + 1
+        if (
+            request.id >= 0
+            and self._lost is None
+            and (self._strikes("lose_request", step) or self._strikes("lose_prompt", step))
+        ):
+            self._lost = request.ids
+            return True
+        return self._fault.mode == "lose_prompt" and request.id >= 0 and request.ids == self._lost
 
     def _changed(self, request: Request) -> Request:
         """What the inner engine is asked instead of ``request``."""
@@ -199,6 +237,8 @@ class FaultyEngine:
             raise RefitError(
                 f"The engine fails on purpose (engine.fault=reply_error): no memory left for version {version}."
             )
+        if self._strikes("die_in_refit", version):
+            self._die()
         tensors = dict(bucket.tensors)
         if self._strikes("skip_scales", version):
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}

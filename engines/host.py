@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import socket
 import struct
 import subprocess
@@ -68,6 +69,7 @@ class HostedEngine:
     ) -> None:
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_begins = log.stat().st_size if log.exists() else 0  # what another process before this one has said
         self._socket, theirs = socket.socketpair()
         # A hung child does not read: a message that fills the socket must fail too, not block its caller for ever.
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
@@ -90,12 +92,14 @@ class HostedEngine:
         refits.close()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._send_lock = threading.Lock()
+        self._line_lock = threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._calls = itertools.count()
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._version = -1
         self._failure: str | None = None
+        self._repeats = False
         self._heard = time.monotonic()
         self._unanswered = Unanswered()
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
@@ -134,6 +138,9 @@ class HostedEngine:
     def busy_seconds(self) -> float:
         return self._unanswered.busy_seconds
 
+    def progress(self) -> dict[int, list[int]]:
+        return self._unanswered.progress()
+
     def coverage(self) -> Coverage:
         return Coverage.from_json(self._call("coverage"))
 
@@ -142,17 +149,16 @@ class HostedEngine:
         try:
             self._call("submit", requests=[asdict(request) for request in requests])
         except BaseException:
-            self._unanswered.withdraw(requests)
+            self._unanswered.withdraw([request.id for request in requests])
             raise
 
     def poll(self, timeout: float) -> list[Completion]:
         self._check()
         try:
             done = self._completions.get(timeout=timeout)
-            while not self._completions.empty():
-                done += self._completions.get()
         except queue.Empty:
             done = []
+        done += self.arrived()
         if not done:
             self._check()
             self._check_heard()
@@ -165,8 +171,17 @@ class HostedEngine:
                     raise self._error(missing)
         return done
 
+    def arrived(self) -> list[Completion]:
+        """What the child has sent and nobody has polled; also after its death."""
+        done: list[Completion] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done += self._completions.get_nowait()
+        return done
+
     def cancel(self, ids: Sequence[int]) -> None:
         self._call("cancel", ids=list(ids))
+        self._unanswered.withdraw(ids)
 
     def pause(self, policy: InFlight) -> None:
         self._call("pause", policy=policy)
@@ -200,7 +215,7 @@ class HostedEngine:
         return bool(self._refit("begin_refit", manifest=manifest.to_json()))
 
     def write(self, bucket: Bucket) -> None:
-        with self._explained("write"):
+        with self._line_lock, self._explained("write"):
             self._line.write(bucket)
 
     def finish_refit(self) -> RefitResult:
@@ -213,19 +228,26 @@ class HostedEngine:
         self._refit("abort_refit")
 
     def close(self) -> None:
-        """End the child: hang up, wait two seconds, kill. Safe to call twice."""
+        """End the child and what it has started: hang up, wait two seconds, kill. Safe to call twice, and by any thread.
+
+        Calls that other threads are in raise EngineError.
+        """
         self._failure = self._failure or "it was closed"
         with contextlib.suppress(OSError):  # closed before
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._line.hang_up()
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._reader.join()
-        self._connection.close()
-        self._socket.close()
-        self._line.close()
+        with self._send_lock:  # nobody may use a descriptor whose number belongs to another file by then
+            self._connection.close()
+            self._socket.close()
+        with self._line_lock:
+            self._line.close()
 
     @property
     def process_id(self) -> int:
@@ -233,7 +255,7 @@ class HostedEngine:
 
     def _refit(self, method: str, **parameters: Any) -> Any:
         """A call that the child answers beside generation."""
-        with self._explained(method):
+        with self._line_lock, self._explained(method):
             return self._line.call(method, **parameters)
 
     @contextlib.contextmanager
@@ -254,7 +276,15 @@ class HostedEngine:
         self._answers[number] = answer
         try:
             self._send({"id": number, "method": method, "parameters": parameters})
-            return answer.result(limit)
+            waited = 0.0  # by turns, not by the clock: while this process is stopped itself, nobody can answer it
+            while True:
+                turn = min(HEARTBEAT, limit - waited)
+                try:
+                    return answer.result(turn)
+                except FutureTimeout:
+                    waited += turn
+                    if waited >= limit:
+                        raise
         except (FutureTimeout, BlockingIOError):
             raise self._error(f"The engine did not answer '{method}' within {limit:g} s") from None
         except OSError:
@@ -280,7 +310,7 @@ class HostedEngine:
                 self._heard = time.monotonic()
                 if "completions" in message:
                     done = [Completion(**fields) for fields in message["completions"]]
-                    self._unanswered.came(done, message["busy_seconds"])
+                    self._unanswered.came(done, message["busy_seconds"], message.get("progress"))
                     for target, chosen in (
                         (self._completions, [c for c in done if c.request_id >= 0]),
                         (self._probes, [c for c in done if c.request_id < 0]),
@@ -288,7 +318,7 @@ class HostedEngine:
                         if chosen:
                             target.put(chosen)
                 elif "failed" in message:
-                    self._failure = message["failed"]
+                    self._failure, self._repeats = message["failed"], message["repeats"]
                 else:
                     self._answer(message)
         except (EOFError, OSError):
@@ -305,7 +335,8 @@ class HostedEngine:
             return  # its caller gave up
         if "error" in message:
             kind = _ERRORS.get(message["error"], EngineError)
-            future.set_exception(kind(message["text"]))
+            about = {} if kind is UserError else {"repeats": message["repeats"]}
+            future.set_exception(kind(message["text"], **about))
         else:
             future.set_result(message["result"])
 
@@ -323,6 +354,9 @@ class HostedEngine:
     def _error(self, text: str) -> EngineError:
         tail = ""
         if self._log.exists():
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+            with open(self._log, "rb") as log:
+                log.seek(max(self._log_begins, self._log.stat().st_size - 2**16))
+                tail = "\n".join(log.read().decode(errors="replace").splitlines()[-12:])
         reason = f" ({self._failure})" if self._failure else ""
-        return EngineError(f"{text}{reason}. Its log {self._log} ends with:\n{tail or '(nothing)'}")
+        end = f" Its log {self._log} ends with:\n{tail or '(nothing)'}"
+        return EngineError(f"{text}{reason}.", log=end, repeats=self._repeats)

@@ -54,9 +54,13 @@ class RefitLine:
         with self._sending():
             self._channel.push(bucket)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """End a call that another thread is in. Safe to call twice."""
         with contextlib.suppress(OSError):  # closed before
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
         self._connection.close()
         self._socket.close()
         self._channel.close()
@@ -94,5 +98,6 @@ class RefitLine:
             if answer["id"] == number:  # others came after their callers gave up
                 break
         if "error" in answer:
-            raise (RefitError if answer["error"] == "RefitError" else EngineError)(answer["text"])
+            kind = RefitError if answer["error"] == "RefitError" else EngineError
+            raise kind(answer["text"], repeats=answer["repeats"])
         return answer["result"]

@@ -19,8 +19,9 @@ def group(index: int) -> Group:
 class Simulation:
     """A rollout side and a learner that take turns by chance, without threads."""
 
-    def __init__(self, batch: int, staleness: int, chances: random.Random, discard: float) -> None:
+    def __init__(self, batch: int, staleness: int, chances: random.Random, discard: float, lost: float) -> None:
         self.buffer = GroupBuffer(batch, staleness)
+        self.lost = lost
         self.staleness, self.chances, self.discard = staleness, chances, discard
         self.version = self.next = 0
         self.in_flight: list[Group] = []
@@ -41,7 +42,10 @@ class Simulation:
         if not self.in_flight:
             return
         ended = self.in_flight.pop(self.chances.randrange(len(self.in_flight)))
-        if self.chances.random() < self.discard:
+        if self.chances.random() < self.lost:  # with its engine
+            self.buffer.give_back(ended, "engine restarted")
+            self.in_flight.append(ended)
+        elif self.chances.random() < self.discard:
             self.buffer.discard(ended, "no score")
             self.discarded.append(ended.index)
         else:
@@ -71,9 +75,12 @@ class Simulation:
     staleness=st.integers(0, 4),
     seed=st.integers(0, 2**32),
     discard=st.sampled_from([0.0, 0.2, 0.6]),
+    lost=st.sampled_from([0.0, 0.5]),
 )
-def test_no_group_is_too_stale_lost_or_trained_twice(batch: int, staleness: int, seed: int, discard: float) -> None:
-    run = Simulation(batch, staleness, random.Random(seed), discard)
+def test_no_group_is_too_stale_lost_or_trained_twice(
+    batch: int, staleness: int, seed: int, discard: float, lost: float
+) -> None:
+    run = Simulation(batch, staleness, random.Random(seed), discard, lost)
     run.run(batches=12)
     trained = [item.index for part in run.trained for item in part]
     left = [item.index for item in run.buffer.untrained()]
@@ -113,7 +120,7 @@ def test_a_batch_waits_for_the_group_that_would_be_too_stale_for_the_next() -> N
         late = group(index)
         buffer.start(late)
         buffer.complete(late)
-    assert buffer.counts() == {"ready": 3, "in_flight": 1, "discarded": 0}
+    assert buffer.counts() == {"ready": 3, "in_flight": 1, "discarded": 0, "regenerated": 0}
     assert buffer.take(0) is None  # two are ready, but group 0 would be two versions old in the batch after this
     buffer.complete(slow)
     second = buffer.take(0)
@@ -175,3 +182,36 @@ def test_the_end_of_a_run_starts_no_group_that_nobody_trains_on() -> None:
     assert len(started) == 5, "eight would fit the staleness"
     buffer.discard(started[0], "test")
     assert buffer.room() == 1, "a discarded group is replaced"
+
+
+def test_a_prompt_without_a_sign_of_life_is_generated_again_and_in_the_end_left_out() -> None:
+    buffer = GroupBuffer(2, 0, lease=10, attempts=2)
+    lost, slow = group(0), group(1)
+    for item in (lost, slow):
+        buffer.start(item)
+    assert buffer.expired(6) == []
+    buffer.renew([1])
+    assert [(item.index, silent) for item, silent in buffer.in_flight()] == [(0, 6), (1, 0)]
+    assert buffer.expired(6) == [lost]
+    assert buffer.give_back(lost, "lost", blame=True)
+    assert buffer.room() == 0 and lost.version == 0, "it stays admitted"
+    buffer.renew([1])
+    assert buffer.expired(9) == [], "each attempt has a whole lease"
+    buffer.renew([1])
+    assert buffer.expired(2) == [lost]
+    assert not buffer.give_back(lost, "lost", blame=True)
+    buffer.discard(lost, "lost")
+    assert buffer.room() == 1 and buffer.expired(9) == [slow]
+    buffer.complete(slow)
+    assert buffer.expired(99) == [], "what is ready has no lease"
+    assert buffer.discarded == {"lost": 1} == buffer.regenerated
+
+
+def test_an_engine_that_dies_while_a_prompt_is_in_flight_is_not_the_prompts_fault() -> None:
+    buffer = GroupBuffer(1, 0, lease=10, attempts=2)
+    item = group(0)
+    buffer.start(item)
+    for _ in range(5):
+        assert buffer.expired(9) == []
+        assert buffer.give_back(item, "engine restarted")
+    assert buffer.regenerated["engine restarted"] == 5

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.errors import RewardError, UserError
+from trtl_rl.engines.supervisor import WorkLost
+from trtl_rl.errors import EngineError, RewardError, UserError
+from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.rewards.runner import Reward, RewardRunner
 from trtl_rl.rollout import Completion, Group, Prompt, Request, Sampling
+from trtl_rl.trainer import signs
 from trtl_rl.trainer.rollouts import DISCARD_LIMIT, RolloutWorker
+from trtl_rl.trainer.signs import Signs
 
 SHAPE = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=16)
 
@@ -31,29 +35,63 @@ class FakeTask:
 
 
 class FakeEngine:
-    """Answers every request at once, the last sample first; a silent one never answers."""
+    """Answers every request at once, the last sample first; a silent one never answers.
+
+    Attributes:
+        asked, cancelled: Prompts.
+        forgets: How often each of these prompts is taken and forgotten.
+        keeps: Of these prompts only the first answer comes.
+        lost: Raised by the next poll, once.
+    """
 
     silent = False
 
     def __init__(self) -> None:
         self.done: list[Completion] = []
+        self.requests: dict[int, Request] = {}
         self.asked: list[int] = []
         self.cancelled: list[int] = []
+        self.forgets: dict[int, int] = {}
+        self.keeps: set[int] = set()
+        self.lost: WorkLost | None = None
+        self.failed: list[str] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.asked.append(request.id)
-            if not self.silent:
-                self.done += [Completion(request.id, i, [i], "stop", 0, 0) for i in reversed(range(request.samples))]
+            assert request.id not in self.requests, "ids are unique"
+            self.requests[request.id] = request
+            prompt = request.seed[1]
+            self.asked.append(prompt)
+            if self.silent:
+                continue
+            if self.forgets.get(prompt, 0):
+                self.forgets[prompt] -= 1
+                continue
+            answers = [Completion(request.id, i, [i], "stop", 0, 0) for i in reversed(range(request.samples))]
+            self.done += answers[:1] if prompt in self.keeps else answers
 
     def poll(self, timeout: float) -> list[Completion]:
+        if self.lost is not None:
+            lost, self.lost = self.lost, None
+            raise lost
         done, self.done = self.done, []
         if not done:
             time.sleep(timeout)
         return done
 
     def cancel(self, ids: Sequence[int]) -> None:
-        self.cancelled += ids
+        self.cancelled += [self.requests[id].seed[1] for id in ids]
+        for id in ids:
+            if self.requests[id].seed[1] in self.keeps:
+                self.done += [
+                    Completion(id, i, [7, 7], "cancelled", 0, 0) for i in range(self.requests[id].samples - 1)
+                ]
+
+    def progress(self) -> dict[int, list[int]]:
+        return {}
+
+    def fail(self, error: EngineError) -> None:
+        self.failed.append(str(error))
 
 
 def worker(
@@ -123,7 +161,7 @@ def test_a_reward_that_never_scores_ends_the_run_with_its_name() -> None:
     buffer = GroupBuffer(2, 0)
     rollouts = worker(buffer, FakeEngine(), nothing)
     rollouts.start()
-    with pytest.raises(RewardError, match=rf"{DISCARD_LIMIT} groups in a row .*: fake returned None"):
+    with pytest.raises(RewardError, match=rf"{DISCARD_LIMIT} groups in a row .*since fake returned None"):
         buffer.take(30)
     rollouts.stop()
     assert buffer.discarded.total() == DISCARD_LIMIT
@@ -177,3 +215,170 @@ def test_requests_that_make_no_sense_are_refused_and_greedy_groups_are_warned_ab
     with pytest.warns(UserWarning, match="Request 7 asks for 3 greedy samples, which are all the same"):
         Request(7, [1], 3, greedy, (0, 0, 0))
     Request(8, [1], 1, greedy, (0, 0, 0))
+
+
+# --- work that is lost ---
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are looked at in every turn."""
+    monkeypatch.setattr(signs, "LOOK", 0.02)
+
+
+def train(rollouts: RolloutWorker, buffer: GroupBuffer, batches: int) -> list[int]:
+    """Take batches; returns the prompts."""
+    trained: list[int] = []
+    for version in range(1, batches + 1):
+        batch = buffer.take(30)
+        assert batch is not None
+        assert all([item.sample for item in group.completions] == [0, 1, 2] for group in batch)
+        trained += [group.prompt.id for group in batch]
+        buffer.advance(version)
+    return trained
+
+
+def wasted(rollouts: RolloutWorker, reason: str) -> float:
+    return rollouts.ledger.report()["wasted"][reason] / formulas.rollout(SHAPE, 2, [1])
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_prompt_that_the_engine_forgets_is_asked_for_again_with_the_same_stream() -> None:
+    buffer, engine, said = GroupBuffer(2, 0, lease=0.2, attempts=3), FakeEngine(), []
+    engine.forgets = {3: 2}
+    rollouts = worker(buffer, engine, by_sample, tell=lambda level, text: said.append(text))
+    rollouts.start()
+    assert train(rollouts, buffer, 4) == list(range(8))
+    rollouts.stop()
+    assert engine.asked.count(3) == 3 and buffer.regenerated.total() == 2 and not buffer.discarded
+    assert len({request.seed for request in engine.requests.values() if request.seed[1] == 3}) == 1
+    assert said == ["Prompt 3: no sign of life for 0.2 s (buffer.lease); generated again."] * 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_prompt_that_never_comes_back_is_left_out_by_name_and_another_takes_its_place() -> None:
+    buffer, engine, said = GroupBuffer(2, 1, lease=0.2, attempts=2), FakeEngine(), []
+    engine.forgets = {3: 99}
+    rollouts = worker(buffer, engine, by_sample, tell=lambda level, text: said.append(text))
+    rollouts.start()
+    assert train(rollouts, buffer, 4) == [0, 1, 2, *range(4, 9)]
+    rollouts.stop()
+    assert engine.asked.count(3) == 2 and buffer.discarded.total() == 1
+    assert "Prompt 3: no sign of life for 0.2 s (buffer.lease), 2 times (buffer.attempts); left out" in said[-1]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_a_prompt_without_a_sign_of_life_has_cost_is_counted_when_it_comes_back_cancelled() -> None:
+    buffer, engine = GroupBuffer(1, 0, lease=0.2, attempts=9), FakeEngine()
+    engine.keeps = {1}
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    first = buffer.take(30)
+    assert first is not None
+    buffer.advance(1)
+    while not rollouts.ledger.report()["wasted"]["lease_expired"]:
+        time.sleep(0.01)
+    engine.keeps = set()
+    assert [group.prompt.id for group in buffer.take(30) or []] == [1]
+    rollouts.stop()
+    lost = formulas.rollout(SHAPE, 2, [1, 2, 2])
+    assert rollouts.ledger.report()["wasted"]["lease_expired"] % lost == 0
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_engine_that_works_on_nothing_is_replaced_and_not_blamed_on_its_prompts() -> None:
+    buffer, engine = GroupBuffer(1, 0, lease=0.1, attempts=9), FakeEngine()
+    engine.silent = True
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    while not engine.failed:
+        time.sleep(0.01)
+    engine.silent = False
+    engine.lost = WorkLost([], {})
+    assert train(rollouts, buffer, 2) == [0, 1]
+    rollouts.stop()
+    assert "nothing has come of its work for 0.1 s" in engine.failed[0]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_engine_that_loses_every_prompt_ends_the_run() -> None:
+    buffer, engine = GroupBuffer(40, 0, lease=0.1, attempts=1), FakeEngine()
+    engine.silent = True
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    with pytest.raises(EngineError, match=rf"{DISCARD_LIMIT} groups in a row .*no sign of life for 0.1 s"):
+        buffer.take(30)
+    rollouts.stop()
+
+
+def test_work_that_dies_with_its_engine_is_counted_and_done_again_in_order() -> None:
+    buffer, engine = GroupBuffer(2, 1), FakeEngine()
+    engine.silent = True
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    while len(engine.asked) < 4:
+        time.sleep(0.01)
+    of = {request.seed[1]: id for id, request in engine.requests.items()}
+    whole = [Completion(of[0], i, [i], "stop", 0, 0) for i in range(3)]
+    part = [Completion(of[1], 2, [5, 5], "stop", 0, 0)]
+    engine.silent = False
+    engine.lost = WorkLost([*whole, *part], {of[1]: [4], of[2]: [], of[3]: [6, 6, 6], 99: [1]})
+    assert train(rollouts, buffer, 3) == list(range(6))
+    rollouts.stop()
+    assert engine.asked[:8] == [0, 1, 2, 3, 1, 2, 3, 4], "group 0 had arrived"
+    assert buffer.regenerated == {"engine restarted": 3} and not buffer.discarded
+    expected = formulas.rollout(SHAPE, 2, [2, 4]) + formulas.rollout(SHAPE, 2, [6, 6, 6])
+    report = rollouts.ledger.report()
+    assert report["wasted"]["engine_death"] == expected
+    assert report["flops"]["search"] >= 6 * formulas.rollout(SHAPE, 2, [1, 1, 1]) + expected
+
+
+def test_a_group_with_an_answer_that_the_engine_cancelled_is_never_trained_on() -> None:
+    class Cancels(FakeEngine):
+        def submit(self, requests: Sequence[Request]) -> None:
+            first = not self.asked
+            super().submit(requests)
+            if first:
+                self.done[0] = Completion(self.done[0].request_id, 2, [], "cancelled", 0, 0)
+
+    buffer, engine = GroupBuffer(1, 0, attempts=2), Cancels()
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    assert train(rollouts, buffer, 2) == [0, 1]
+    rollouts.stop()
+    assert engine.asked[:3] == [0, 0, 1] and wasted(rollouts, "failed") > 0
+
+    buffer, engine = GroupBuffer(1, 0, attempts=1), Cancels()
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    assert train(rollouts, buffer, 2) == [1, 2]
+    rollouts.stop()
+    assert buffer.discarded == {"cancelled by the engine": 1}
+
+
+def test_what_a_stopped_run_had_under_way_is_counted_even_when_the_engine_is_dead() -> None:
+    buffer, engine = GroupBuffer(1, 0), FakeEngine()
+    engine.keeps = {0}
+    rollouts = worker(buffer, engine, by_sample)
+    rollouts.start()
+    while engine.done or not engine.asked:
+        time.sleep(0.01)
+
+    def cancel(ids: Sequence[int]) -> None:
+        raise WorkLost([], {0: [3]})
+
+    engine.cancel = cancel  # type: ignore[method-assign]
+    rollouts.stop()
+    assert rollouts.ledger.report()["wasted"]["cancelled"] == formulas.rollout(SHAPE, 2, [1, 3])
+
+
+def test_signs_of_life_come_from_completions_and_from_what_the_engine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Signs()
+    assert seen.of_life({1: [3], 2: [], 3: [1]}) == {1, 2, 3}
+    assert seen.of_life({1: [4], 2: [], 3: [1]}) == {1, 2}, "3 is stuck, 2 waits behind 1"
+    assert seen.of_life({1: [4], 2: [], 3: [1]}) == set(), "nothing moves, so nobody waits for his turn"
+    seen.came(3)
+    assert seen.of_life({1: [4], 2: []}) == {2, 3}
+    monkeypatch.setattr(signs, "LOOK", 0.01)
+    seen._looked -= 100  # this process was stopped
+    assert seen.passed() == 0.02 == seen.silent_for

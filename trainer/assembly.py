@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.engines.host import HostedEngine
+from trtl_rl.engines.supervisor import SupervisedEngine
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
@@ -22,7 +23,7 @@ from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
-from trtl_rl.trainer.engine_start import start_engine
+from trtl_rl.trainer.engine_start import EngineStart
 from trtl_rl.trainer.evaluate import Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.record import RolloutRecord
@@ -46,7 +47,7 @@ class Run:
     def __init__(self, trainer: Trainer, metrics: MetricsWriter, started: float) -> None:
         self.trainer, self.config, self.metrics, self.started = trainer, trainer.config, metrics, started
         self.state = RunState()
-        self._engine: HostedEngine | None = None
+        self._engine: SupervisedEngine | None = None
         self._rewards = RewardRunner(trainer.rewards)
         self._loop: Loop | None = None
         self._worker: RolloutWorker | None = None
@@ -72,6 +73,8 @@ class Run:
         self._stopped = True
         if self._loop is not None:
             self._loop.stop = True
+        if self._engine is not None:
+            self._engine.give_up()  # a restart would be for nothing
 
     def train(self) -> TrainResult:
         c, run_dir = self.config, self.trainer.run_dir
@@ -85,12 +88,17 @@ class Run:
                 return TrainResult("done", ended, saved["step"], run_dir, {}, nothing_to_do=True)
 
         # The engine's process starts while this one loads tokenizer and model.
-        engine = self._engine = HostedEngine(
-            run_dir / "logs" / "engine.log",
-            threads=c.engine.threads,
-            timeout=c.engine.timeout,
-            refit_timeout=c.refit.timeout,
-            channel=c.refit.channel,
+        engine = self._engine = SupervisedEngine(
+            lambda: HostedEngine(
+                run_dir / "logs" / "engine.log",
+                threads=c.engine.threads,
+                timeout=c.engine.timeout,
+                refit_timeout=c.refit.timeout,
+                channel=c.refit.channel,
+            ),
+            restarts=c.engine.restarts,
+            delay=c.engine.restart_delay,
+            tell=self.metrics.message,
         )
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
@@ -158,8 +166,7 @@ class Run:
         first = self.state.step
         decoder.refresh(first)
         phases.next()
-        start_engine(
-            engine,
+        start = EngineStart(
             c,
             self.trainer.directory,
             decoder,
@@ -167,10 +174,16 @@ class Run:
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
         )
+        engine.start(start, decoder.snapshot, first)
         phases.next()
 
         buffer = GroupBuffer(
-            c.batch.prompts, c.buffer.max_staleness, first, needed=c.batch.prompts * max(0, c.steps - first)
+            c.batch.prompts,
+            c.buffer.max_staleness,
+            first,
+            needed=c.batch.prompts * max(0, c.steps - first),
+            lease=c.buffer.lease,
+            attempts=c.buffer.attempts,
         )
         decode = make_decode(tokenizer)
         sampling = Sampling(c.sampling.temperature, c.sampling.max_new_tokens)
@@ -190,6 +203,7 @@ class Run:
             start=start,
             again=again,
             needs_logprobs=loss.needs_behaviour_logprobs,
+            tell=self.metrics.message,
         )
         if saved:
             about = buffer_state.restore(

@@ -2,73 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trtl_rl.engines.faulty import Fault
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.errors import UserError
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trtl_rl.config import RunConfig
     from trtl_rl.engines.directory import EngineDirectory
+    from trtl_rl.engines.supervisor import EngineProcess
     from trtl_rl.kernels.kernel_set import KernelSet
     from trtl_rl.model.bind import TrainableDecoder
 
 MAX_SLOTS = 256
 
 
-def start_engine(
-    engine: HostedEngine,
-    config: RunConfig,
-    directory: EngineDirectory | None,
-    decoder: TrainableDecoder,
-    kernels: KernelSet,
-    *,
-    context: int,
-    stop_ids: list[int],
-) -> None:
-    """Configure the engine, give it the learner's version, and compare what both sides run.
+class EngineStart:
+    """Brings an engine's process to where it may generate, the first time and after a failure.
 
     Args:
         context: Tokens of the longest prompt and answer.
-
-    Raises:
-        UserError: the directory's codes are not those that the learner computes, or the two sides run different modules.
     """
-    engine.configure(
-        decoder.description.to_json(),
-        kernels.identity,
-        kernels.compiled,
-        device=config.device,
-        fault=config.engine.fault,
-        packages=None if directory is None else str(directory.packages),
-        **limits(config, decoder, context),
-        context=context,
-        stop_ids=stop_ids,
-    )
-    coverage = decoder.description.coverage.digest
-    if directory is not None and decoder.weights.version == 0:
-        if engine.load(directory.path).digest != Manifest.of(decoder.snapshot, 0, coverage).digest:
-            raise UserError(
-                f"engine.path={directory.path} holds other codes than the trainer computes from "
-                f"model={config.model}: it was built with other versions. Build it again."
-            )
-    else:
-        send(
-            engine,
-            decoder.snapshot,
-            version=decoder.weights.version,
-            coverage=coverage,
-            bucket_bytes=config.refit.bucket_bytes,
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: EngineDirectory | None,
+        decoder: TrainableDecoder,
+        kernels: KernelSet,
+        *,
+        context: int,
+        stop_ids: list[int],
+    ) -> None:
+        self.config, self.directory, self.decoder, self.kernels = config, directory, decoder, kernels
+        self.context, self.stop_ids = context, stop_ids
+
+    def __call__(self, engine: EngineProcess, tensors: Mapping[str, Tensor], version: int, *, restarted: bool) -> None:
+        """Configure the engine, give it ``version``, and compare what both sides run.
+
+        Args:
+            tensors: Of the version, in the layout of ``tensor_specs``.
+            restarted: It takes the place of one that failed. What ``engine.fault`` stages does not happen again then, unless
+                it says ``always``.
+
+        Raises:
+            UserError: the directory's codes are not those that the learner computes, or the two sides run different modules.
+        """
+        c, decoder, directory = self.config, self.decoder, self.directory
+        fault = c.engine.fault
+        if fault is not None and restarted and not Fault.parse(fault).always:
+            fault = None
+        assert isinstance(engine, HostedEngine)
+        engine.configure(
+            decoder.description.to_json(),
+            self.kernels.identity,
+            self.kernels.compiled,
+            device=c.device,
+            fault=fault,
+            packages=None if directory is None else str(directory.packages),
+            **limits(c, decoder, self.context),
+            context=self.context,
+            stop_ids=self.stop_ids,
         )
-    for one, other in (
-        (decoder.description.coverage, decoder.weights.coverage()),
-        (decoder.description.coverage, engine.coverage()),
-    ):
-        differences = one.difference(other)
-        if differences:
-            raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
+        coverage = decoder.description.coverage.digest
+        if directory is not None and version == 0:
+            if engine.load(directory.path).digest != Manifest.of(tensors, 0, coverage).digest:
+                raise UserError(
+                    f"engine.path={directory.path} holds other codes than the trainer computes from "
+                    f"model={c.model}: it was built with other versions. Build it again."
+                )
+        else:
+            send(engine, tensors, version=version, coverage=coverage, bucket_bytes=c.refit.bucket_bytes)
+        for one, other in (
+            (decoder.description.coverage, decoder.weights.coverage()),
+            (decoder.description.coverage, engine.coverage()),
+        ):
+            differences = one.difference(other)
+            if differences:
+                raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
 
 
 def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[str, int]:

@@ -6,34 +6,40 @@
     ┌─────────────────────┐   start   ┌────────┐      take       ┌──────────────────────────┐
     │ prompts → engine    │──────────▶│ admits │────────────────▶│ update: forward, backward│
     │ completions→rewards │──────────▶│ paces  │                 │ refresh: quantise        │
-    └─────────▲───────────┘ complete  └───▲────┘                 │ refit: codes → engine    │
-              │ completions               │ advance              │ probe: parity            │
-    ┌─────────┴───────────┐               └──────────────────────│ metrics, checkpoint      │
+    └─────────▲───────────┘ complete  │ leases │                 │ refit: codes → engine    │
+              │ completions           └───▲────┘                 │ probe: parity            │
+    ┌─────────┴───────────┐               │ advance              │ metrics, checkpoint      │
     │ engine (own process)│◀─────────── refit ───────────────────└──────────────────────────┘
-    └─────────────────────┘
+    └─────────────────────┘                                        watchdog: looks at both threads
 
 =================  =============================================================================================
 who                waits for
 =================  =============================================================================================
 engine             requests; nothing else: a refit is received and decoded beside generation
-rollout thread     room in the buffer (``max_staleness``); completions; reward functions
+rollout thread     room in the buffer (``max_staleness``); completions; reward functions; an engine that is restarted
 learner            a batch: B complete groups, and first of all those that would be too stale for the next one
-refit              the engine's checks and decoding, then its current step, or its unfinished completions (``in_flight``)
+refit              the engine's checks and decoding, then its current step, or its unfinished completions (``in_flight``);
+                   an engine that is restarted
 probe              the engine's answer, every ``parity.every`` updates
 =================  =============================================================================================
 
-Nobody else waits: rewards are scored while the engine generates, the engine generates while the learner updates.
+Nobody else waits: rewards are scored while the engine generates, the engine generates while the learner updates. How long
+they wait is in ``timing_s/rollout_wait`` (the learner for a batch) and ``timing_s/engine_wait`` (the engine, with nothing to
+generate), and how much lies between them in ``buffer/ready`` and ``buffer/in_flight``.
+
+Whoever waits for somebody else waits with a limit: calls of the engine (``engine.timeout``, ``refit.timeout``), prompts
+(``buffer.lease``). What fails is done again by a new engine (``engines/supervisor.py``), and what cannot be is raised here.
 """
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import time
 from collections.abc import Callable
 
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.config import RunConfig
-from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.engines.supervisor import SupervisedEngine
 from trtl_rl.errors import EngineError, ParityError, RewardError, UserError
 from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
@@ -44,8 +50,8 @@ from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
 from trtl_rl.trainer.state import RunState
+from trtl_rl.trainer.watchdog import Watchdog, missing_groups
 
-STALL_FACTOR = 30.0  # a batch that takes so many times the median step is named
 NO_SIGNAL_LIMIT = 20  # so many steps in a row without any signal end the run
 NOT_FINITE_LIMIT = 20  # so many left-out steps in a row end it too
 
@@ -64,7 +70,7 @@ class Loop:
         self,
         config: RunConfig,
         *,
-        engine: RolloutEngine,
+        engine: SupervisedEngine,
         learner: Learner,
         worker: RolloutWorker,
         buffer: GroupBuffer,
@@ -82,7 +88,8 @@ class Loop:
         self.budget = Budget(config.budget, config.steps)
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
-        self._busy = engine.busy_seconds
+        self._busy, self._busy_at = engine.busy_seconds, time.perf_counter()
+        self.watchdog = Watchdog(self._missing, first=config.engine.timeout, tell=metrics.message)
         self._sent: Sent | None = None  # what the engine holds
 
     def run(self) -> str:
@@ -92,7 +99,8 @@ class Loop:
             EngineError, RewardError, UserError, ParityError: somebody else has failed. The learner is whole, and was saved.
         """
         try:
-            return self._run()
+            with self.watchdog:
+                return self._run()
         except (EngineError, RewardError, UserError, ParityError):
             if self.state.step:
                 self.save(self.state)
@@ -107,14 +115,27 @@ class Loop:
             if groups is None:
                 break  # stopped while waiting
             self._step(groups)
+            self.engine.step_done()
+            self.watchdog.step_done(self.state.step_seconds[-1])
             reason = self._ended()
             every = self.config.checkpoint.every
             if every and self.state.step % every == 0 and reason is None:
-                self.save(self.state)
+                with self.watchdog.stage("saving a checkpoint"):
+                    self.save(self.state)
             every = self.config.evaluation.every
             if every and self.state.step % every == 0 and reason is None:
-                self.evaluate(self.state.step)
+                with self.watchdog.stage("evaluation"):
+                    self.evaluate(self.state.step)
+                self.watchdog.step_done()
         return reason or "interrupted"
+
+    def _missing(self, stage: str) -> str:
+        """What a step that takes very long is waiting for, for people."""
+        parts = [f"The learner is at: {stage}; the rollout thread: {self.worker.doing}."]
+        if (engine := self.engine.doing) is not None:
+            parts.append(f"Engine: {engine}.")
+        parts.append(missing_groups(self.buffer, self.config.batch.group_size, self.worker.under_way()))
+        return " ".join(parts)
 
     def _ended(self) -> str | None:
         if self.stop:
@@ -125,24 +146,17 @@ class Loop:
         return self.budget.reached(self.ledger, s.tokens, s.seconds, s.step)
 
     def _next_batch(self) -> list[Group] | None:
-        """Wait for a batch; name what is missing when that takes very long."""
         self._waited_from = time.perf_counter()
-        recent = self.state.step_seconds[-50:]
-        limit = max(60.0, STALL_FACTOR * statistics.median(recent)) if recent else self.config.engine.timeout
-        warned = False
-        while not self.stop:
-            groups = self.buffer.take(timeout=0.25)
-            if groups is not None:
-                return groups
-            waited = time.perf_counter() - self._waited_from
-            if waited > limit and not warned:
-                counts = self.buffer.counts()
-                self.metrics.message(
-                    "warning",
-                    f"No batch for {waited:.0f} s: {counts['ready']} groups ready, {counts['in_flight']} in flight, "
-                    f"{self.config.batch.prompts} needed. The engine or a reward function is slow or hung; see logs/.",
-                )
-                warned = True
+        with self.watchdog.stage("waiting for a batch"):
+            while not self.stop:
+                try:
+                    groups = self.buffer.take(timeout=0.25)
+                except EngineError:
+                    if self.stop:  # which ended a restart that was under way
+                        break
+                    raise
+                if groups is not None:
+                    return groups
         return None
 
     def _step(self, groups: list[Group]) -> None:
@@ -150,7 +164,8 @@ class Loop:
         version = s.step + 1
         out = Accumulator()
         taken = time.perf_counter()
-        update = self.learner.update(groups, s.step)
+        with self.watchdog.stage(f"the update of step {version}"):
+            update = self.learner.update(groups, s.step)
         learned = time.perf_counter()
         self.ledger.add("learning", update.flops, learned - taken)
         failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
@@ -164,15 +179,17 @@ class Loop:
         out.update(self.ledger.step_metrics())
         out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
         tokens, rewarded = self.worker.counters.take()
-        busy = self.engine.busy_seconds
-        self.ledger.add("search", 0, max(0.0, busy - self._busy))
-        self._busy = busy
-        s.tokens += tokens
         refitted = time.perf_counter()
+        busy = max(self._busy, self.engine.busy_seconds)
+        self.ledger.add("search", 0, busy - self._busy)
+        idle = max(0.0, refitted - self._busy_at - (busy - self._busy))
+        self._busy, self._busy_at = busy, refitted
+        s.tokens += tokens
         if failure is None:
             self.buffer.advance(version)
             try:
-                self.parity.after_refit(version, self.metrics, out)
+                with self.watchdog.stage("parity probe"):
+                    self.parity.after_refit(version, self.metrics, out)
             except (EngineError, ParityError) as error:
                 failure = error
         end = time.perf_counter()
@@ -189,13 +206,15 @@ class Loop:
                 "timing_s/refit": refitted - learned,
                 "timing_s/rewards": rewarded,
                 "timing_s/parity": end - refitted,
+                "timing_s/engine_wait": idle,
+                "engine/restarts": self.engine.restarts,
             }
         )
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
         self.record(s.step, groups, self.buffer.report_discarded())
         self.metrics.step(s.step, out.reduce())
-        if failure is not None:
+        if failure is not None and not (self.stop and isinstance(failure, EngineError)):
             raise failure
         self._watch_signal(groups, update.stepped)
 
@@ -205,27 +224,45 @@ class Loop:
         if self._sent is None:  # the engine began with the learner's first version
             self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
         start = time.perf_counter()
-        tensors = decoder.refresh(version)
+        with self.watchdog.stage("refit: quantise"):
+            tensors = decoder.refresh(version)
         quantised = time.perf_counter()
+        out.update({"timing_s/refit/quantise": quantised - start})
+        self.engine.hold(tensors, version)
         finish = self.config.buffer.in_flight == "finish"
-        report = send(
-            self.engine,
-            tensors,
-            version=version,
-            coverage=coverage,
-            bucket_bytes=self.config.refit.bucket_bytes,
-            mode=self.config.refit.chosen_mode,
-            previous=self._sent,
-            before_finish=(lambda: self.engine.pause("finish")) if finish else (lambda: None),
-        )
-        if finish:
-            self.engine.resume()
+
+        def arrived() -> None:
+            if finish:
+                stages.enter_context(
+                    self.watchdog.stage("refit: waiting for unfinished answers (buffer.in_flight=finish)")
+                )
+                self.engine.pause("finish")
+            stages.enter_context(self.watchdog.stage("refit: finish"))
+
+        with contextlib.ExitStack() as stages:
+            stages.enter_context(self.watchdog.stage("refit: move"))
+            try:
+                report = send(
+                    self.engine,
+                    tensors,
+                    version=version,
+                    coverage=coverage,
+                    bucket_bytes=self.config.refit.bucket_bytes,
+                    mode=self.config.refit.chosen_mode,
+                    previous=self._sent,
+                    before_finish=arrived,
+                )
+                if finish:
+                    self.engine.resume()
+            except EngineError as error:
+                self.engine.bring_up(error)
+                self._sent = Sent(tensors, Manifest.of(tensors, version, coverage))
+                return
         self._sent = report.sent
         out.update(
             {
                 "refit/bytes": report.bytes,
                 "refit/changed_frac": report.changed_frac,
-                "timing_s/refit/quantise": quantised - start,
                 "timing_s/refit/move": report.move,
                 "timing_s/refit/decode": report.decode,
                 "timing_s/refit/finish": report.finish,

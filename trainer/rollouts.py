@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.engine import RolloutEngine
-from trtl_rl.errors import RewardError
+from trtl_rl.engines.supervisor import SupervisedEngine, WorkLost
+from trtl_rl.errors import EngineError, RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
-from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.ledger import Ledger, Waste
+from trtl_rl.metrics import Tell
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
+from trtl_rl.trainer.signs import Signs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DISCARD_LIMIT = 32  # so many groups in a row without two scored samples end the run
+TURN = 0.05  # seconds of one wait of the thread
 
 
 @dataclass
@@ -63,18 +67,40 @@ class Position:
     ledger: dict[str, Any]
 
 
+@dataclass
+class Attempt:
+    """One time that a group is asked for.
+
+    Attributes:
+        id: Of the request.
+        group: Its completions are those of this attempt, until there is another one.
+    """
+
+    id: int
+    group: Group
+    completions: list[Completion] = field(default_factory=list)
+
+
 class RolloutWorker:
     """Keeps the engine busy as far as the buffer admits.
+
+    A group whose work is lost is asked for again, with the same random streams, before any new one: when the engine was
+    restarted, when the group's lease ran out, or when the engine itself cancelled an answer. What the lost work has cost is
+    counted.
 
     Args:
         start: Index of the first prompt in the task's order; a resumed run goes on where it stopped.
         again: Indices that an interrupted run had started but not trained on: they come first.
         needs_logprobs: Whether the objective wants behaviour logprobs.
+        tell: Takes messages for people: level and text.
+
+    Attributes:
+        doing: What the thread is at, for people.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: SupervisedEngine,
         task: Task,
         rewards: RewardRunner,
         buffer: GroupBuffer,
@@ -88,15 +114,21 @@ class RolloutWorker:
         start: int = 0,
         again: Iterable[int] = (),
         needs_logprobs: bool = False,
+        tell: Tell = lambda level, text: None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
-        self.shape, self.decode, self.sampling = shape, decode, sampling
+        self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
         self.counters = Counters()
         self.next_index = start
+        self.doing = "it was not started"
         self._again = deque(again)
         self._order = task.order(seed)
-        self._open: dict[int, Group] = {}
+        self._ids = itertools.count()
+        self._open: dict[int, Attempt] = {}
+        self._lost: dict[int, Attempt] = {}  # cancelled, and not yet all back
+        self._repeat: list[Group] = []  # to be asked for again
+        self._signs = Signs()
         self._discards = 0
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
         self._stop = threading.Event()
@@ -134,38 +166,38 @@ class RolloutWorker:
                 ledger=self.ledger.state_dict(),
             )
 
+    def under_way(self) -> dict[int, list[int]]:
+        """Tokens of the answers that the engine is at, by index of the group; for any thread."""
+        progress = self.engine.progress()
+        return {attempt.group.index: progress[id] for id, attempt in list(self._open.items()) if id in progress}
+
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._submit()
-                if self._open:
-                    self._collect(self.engine.poll(0.05))
-                else:
-                    self.buffer.wait_for_room(0.05)
-            if self._open:
-                self._cancel()
+                try:
+                    self._turn()
+                except WorkLost as lost:
+                    self._take_back(lost)
+            self._cancel()
         except BaseException as error:
             self.buffer.fail(error)
+        self.doing = "it has ended"
 
-    def _cancel(self) -> None:
-        """Stop what is unfinished, and count what it cost."""
-        self.engine.cancel(list(self._open))
-        end = time.monotonic() + 2.0
-        while self._open and time.monotonic() < end:
-            for completion in self.engine.poll(0.05):
-                group = self._open[completion.request_id]
-                group.completions.append(completion)
-                if len(group.completions) < self.group_size:
-                    continue
-                del self._open[group.index]
-                if self._resumable:
-                    self.ledger.apart("interrupted", self.search_flops(group))
-                else:
-                    self._charge(group)
-                    self.ledger.waste("cancelled", self.search_flops(group))
+    def _turn(self) -> None:
+        self._submit()
+        if self._open or self._lost:
+            self.doing = "it waits for the engine"
+            completions = self.engine.poll(TURN)
+            self._collect(completions)
+            if (passed := self._signs.passed()) is not None:
+                self._check_leases(passed)
+        else:
+            self.doing = "it waits for room in the buffer"
+            self._signs.pause()
+            self.buffer.wait_for_room(TURN)
 
     def _submit(self) -> None:
-        requests = []
+        groups, self._repeat = self._repeat, []
         for _ in range(self.buffer.room()):
             with self._lock:
                 index = self._again[0] if self._again else self.next_index
@@ -175,30 +207,131 @@ class RolloutWorker:
                 if self._again:
                     self._again.popleft()
                 self.next_index = max(self.next_index, index + 1)
-            self._open[index] = group
-            seed = (self.seed, id, occurrence)
+            groups.append(group)
+        requests = []
+        for group in groups:
+            attempt = Attempt(next(self._ids), group)
+            self._open[attempt.id] = attempt
+            prompt = group.prompt
+            seed = (self.seed, prompt.id, prompt.occurrence)
             requests.append(
-                Request(index, group.prompt.ids, self.group_size, self.sampling, seed, logprobs=self.needs_logprobs)
+                Request(attempt.id, prompt.ids, self.group_size, self.sampling, seed, logprobs=self.needs_logprobs)
             )
         if requests:
+            self.doing = "it waits until the engine has taken requests"
             self.engine.submit(requests)
 
     def _collect(self, completions: list[Completion]) -> None:
+        """Sort completions into their groups, and score those that are whole."""
         finished = []
         for completion in completions:
-            group = self._open[completion.request_id]
-            group.completions.append(completion)
-            if len(group.completions) == self.group_size:
-                del self._open[group.index]
-                group.completions.sort(key=lambda item: item.sample)
-                finished.append(group)
+            attempt = self._open.get(completion.request_id) or self._lost[completion.request_id]
+            attempt.completions.append(completion)
+            self._signs.came(completion.request_id)
+            if len(attempt.completions) < self.group_size:
+                continue
+            if self._lost.pop(attempt.id, None) is not None:
+                self._charge_lost(attempt, "lease_expired")
+                continue
+            del self._open[attempt.id]
+            if any(item.finish_reason == "cancelled" for item in attempt.completions):
+                self._charge_lost(attempt, "failed")
+                self._retry([attempt.group], "cancelled by the engine")
+                continue
+            attempt.completions.sort(key=lambda item: item.sample)
+            attempt.group.completions = attempt.completions
+            finished.append(attempt.group)
         if finished:
             self._score(finished)
+
+    # --- work that is lost ---
+
+    def _check_leases(self, seconds: float) -> None:
+        """Renew the leases of what the engine works on; ask again for groups that it has forgotten."""
+        if self._repeat:
+            return  # leases are of what the engine has
+        alive = self._signs.of_life(self.engine.progress())
+        self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
+        groups = self.buffer.expired(seconds)
+        if not groups:
+            return
+        ids = {attempt.group.index: id for id, attempt in self._open.items()}
+        lost = [ids[group.index] for group in groups]
+        self._lost.update({id: self._open.pop(id) for id in lost})
+        self._retry(groups, f"no sign of life for {self.buffer.lease:g} s (buffer.lease)")
+        if self._signs.silent_for > self.buffer.lease:  # not these prompts: the engine does nothing at all
+            self.engine.fail(
+                EngineError(f"The engine answers calls, but nothing has come of its work for {self.buffer.lease:g} s.")
+            )
+        else:
+            self.engine.cancel(lost)
+
+    def _take_back(self, lost: WorkLost) -> None:
+        """The engine was restarted: keep what had arrived, ask again for the rest."""
+        self._collect(lost.completions)
+        for attempt in self._lost.values():
+            self._charge_lost(attempt, "lease_expired", lost.progress)
+        for attempt in self._open.values():
+            self._charge_lost(attempt, "engine_death", lost.progress)
+        groups = [attempt.group for attempt in self._open.values()]
+        self._open, self._lost, self._signs = {}, {}, Signs()
+        for group in groups:
+            self.buffer.give_back(group, "engine restarted")
+        self._ask_again(groups)
+
+    def _retry(self, groups: list[Group], reason: str) -> None:
+        """Ask again for groups that got lost while the engine went on, and leave those out that do so each time."""
+        again = [group for group in groups if self.buffer.give_back(group, reason, blame=True)]
+        self._ask_again(again)
+        if again:
+            self.tell("warning", f"{_named(again)}: {reason}; generated again.")
+        spent = [group for group in groups if group not in again]
+        if spent:
+            times = f"{self.buffer.attempts} times (buffer.attempts)"
+            self.tell("warning", f"{_named(spent)}: {reason}, {times}; left out of the run.")
+        for group in spent:
+            self.buffer.discard(group, reason)
+            self._count_discard(group, EngineError, f"{reason}.")
+
+    def _ask_again(self, groups: list[Group]) -> None:
+        self._repeat = sorted([*self._repeat, *groups], key=lambda group: group.index)
+
+    def _cancel(self) -> None:
+        """Stop what is unfinished, and count what it cost."""
+        progress: dict[int, list[int]] = {}
+        if self._open:
+            self.doing = "it cancels what is unfinished"
+            try:
+                self.engine.cancel(list(self._open))
+                end = time.monotonic() + 2.0
+                while self._missing() and time.monotonic() < end:
+                    self._keep(self.engine.poll(TURN))
+                progress = self.engine.progress()
+            except WorkLost as lost:
+                self._keep(lost.completions)
+                progress = lost.progress
+        for attempt in (*self._open.values(), *self._lost.values()):
+            if self._resumable:
+                tokens = self._tokens(attempt, progress)
+                self.ledger.apart("interrupted", formulas.rollout(self.shape, len(attempt.group.prompt.ids), tokens))
+            else:
+                self._charge_lost(attempt, "cancelled", progress)
+        self._open, self._lost = {}, {}
+
+    def _missing(self) -> bool:
+        return any(len(attempt.completions) < self.group_size for attempt in self._open.values())
+
+    def _keep(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            (self._open.get(completion.request_id) or self._lost[completion.request_id]).completions.append(completion)
+
+    # --- groups that are whole ---
 
     def _score(self, groups: list[Group]) -> None:
         """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
         for group in groups:
             group.texts = [self.decode(completion.ids) for completion in group.completions]
+        self.doing = f"it is in the reward functions ({', '.join(reward.name for reward in self.rewards.rewards)})"
         start = time.perf_counter()
         try:
             scored = self.rewards.score(
@@ -221,34 +354,58 @@ class RolloutWorker:
             group.components = {name: values[at : at + n] for name, values in scored.components.items()}
             at += n
             with self._lock:  # counted when it is closed: a checkpoint sees both or neither
-                self._charge(group)
+                self._charge(group, [len(completion.ids) for completion in group.completions])
                 useful = len(group.scored()) >= 2
                 if useful:
+                    self._discards = 0
                     self.buffer.complete(group)
                 else:
                     self.ledger.waste("failed", self.search_flops(group))
                     self.buffer.discard(group, "fewer than two scored samples")
-            self._discards = 0 if useful else self._discards + 1
-            self._check_discards(group)
+            if not useful:
+                silent = ", ".join(name for name, values in group.components.items() if None in values)
+                self._count_discard(
+                    group,
+                    RewardError,
+                    f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?",
+                )
 
-    def _check_discards(self, group: Group) -> None:
-        """A reward that scores nothing would let the engine generate for ever without a batch."""
+    def _count_discard(self, group: Group, error: type[Exception], why: str) -> None:
+        """A group was left out. With an engine or a reward that is good for nothing this would go on for ever without a batch."""
+        self._discards += 1
         if self._discards >= DISCARD_LIMIT:
-            silent = [name for name, values in group.components.items() if None in values]
-            raise RewardError(
-                f"{self._discards} groups in a row had fewer than two scored samples: {', '.join(silent)} returned None, "
-                f"last for prompt {group.prompt.id}. Can the reward judge this data?"
-            )
+            raise error(f"{self._discards} groups in a row had to be left out, last prompt {group.prompt.id}: {why}")
 
-    def _charge(self, group: Group) -> None:
-        self.ledger.add("search", self.search_flops(group))
+    # --- what it costs ---
+
+    def _charge(self, group: Group, tokens: list[int]) -> int:
+        flops = formulas.rollout(self.shape, len(group.prompt.ids), tokens)
+        self.ledger.add("search", flops)
         with self.counters.lock:
-            self.counters.tokens += sum(len(completion.ids) for completion in group.completions)
+            self.counters.tokens += sum(tokens)
+        return flops
+
+    def _charge_lost(self, attempt: Attempt, reason: Waste, progress: Mapping[int, list[int]] | None = None) -> None:
+        """Count an attempt that nobody trains on."""
+        tokens = self._tokens(attempt, progress or {})
+        if any(tokens):
+            self.ledger.waste(reason, self._charge(attempt.group, tokens))
+
+    def _tokens(self, attempt: Attempt, progress: Mapping[int, list[int]]) -> list[int]:
+        """Of each answer: those that arrived, and as much of the rest as the engine had told of."""
+        tokens = [len(completion.ids) for completion in attempt.completions]
+        return tokens + progress.get(attempt.id, [])[: self.group_size - len(tokens)]
 
     def search_flops(self, group: Group) -> int:
         """FLOPs of generating a group: its prompt once, then every token."""
         answers = (len(completion.ids) for completion in group.completions)
         return formulas.rollout(self.shape, len(group.prompt.ids), answers)
+
+
+def _named(groups: list[Group]) -> str:
+    """Prompts by their numbers, for people."""
+    names = ", ".join(str(group.prompt.id) for group in groups[:8]) + (" …" if len(groups) > 8 else "")
+    return f"Prompt {names}" if len(groups) == 1 else f"Prompts {names}"
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

@@ -6,15 +6,21 @@ still be trained on in time: the i-th oldest (from 0) will be in the batch after
 older ones; the oldest B are always such a batch. So every group is trained on within s versions of its start, by
 construction, and the buffer paces the engine instead of throwing work away. With s = 0 each batch holds exactly the
 groups that were started at its version, in order: the synchronous mode.
+
+A group whose work is lost (its engine died, or gave no sign of life for as long as its lease) stays admitted under the version
+of its start and is generated again: the bound holds as before, and what may be started does not change. A group that never
+comes back is discarded after some attempts. So each is trained on once, or counted in ``discarded`` with the reason.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
 
+from trtl_rl.leases import Leases
 from trtl_rl.rollout import Group
 
 
@@ -26,13 +32,27 @@ class GroupBuffer:
         max_staleness: s, in weight versions.
         version: Weight version to begin with.
         needed: Groups that the run will still train on; no more are started, so that its end wastes nothing. None: no end.
+        lease: Seconds without a sign of life after which a group counts as lost.
+        attempts: How often a group may get lost before it is given up.
     """
 
-    def __init__(self, batch: int, max_staleness: int, version: int = 0, needed: int | None = None) -> None:
+    def __init__(
+        self,
+        batch: int,
+        max_staleness: int,
+        version: int = 0,
+        needed: int | None = None,
+        *,
+        lease: float = math.inf,
+        attempts: int = 1,
+    ) -> None:
         self.batch = batch
         self.max_staleness = max_staleness
         self.discarded: Counter[str] = Counter()
         self._unreported: list[tuple[Group, str]] = []
+        self.regenerated: Counter[str] = Counter()
+        self.lease, self.attempts = lease, attempts
+        self._leases = Leases(lease, attempts)
         self._version = version
         self._budget = (max_staleness + 1) * batch  # groups that may be started now
         self._needed = needed
@@ -58,10 +78,12 @@ class GroupBuffer:
             self._spend(1)
             group.version = self._version
             self._in_flight[group.index] = group
+            self._leases.grant(group.index)
 
     def complete(self, group: Group) -> None:
         """A group is scored and may be trained on."""
         with self._changed:
+            self._leases.end(group.index)
             self._ready[group.index] = self._in_flight.pop(group.index)
             self._changed.notify_all()
 
@@ -69,6 +91,7 @@ class GroupBuffer:
         """A group cannot be trained on; another may be started in its place."""
         with self._changed:
             del self._in_flight[group.index]
+            self._leases.end(group.index)
             self.discarded[reason] += 1
             self._unreported.append((group, reason))
             self._spend(-1)
@@ -105,6 +128,33 @@ class GroupBuffer:
                 self._unreported.clear()
             return reported
 
+    def give_back(self, group: Group, reason: str, *, blame: bool = False) -> bool:
+        """A group's work is lost: it is generated again, under the admission that it has.
+
+        Args:
+            blame: Whether that counts as one of its ``attempts``: an engine that dies is no prompt's fault.
+
+        Returns:
+            False, and nothing was done, when it has had all its attempts: discard it.
+        """
+        with self._changed:
+            assert group.index in self._in_flight
+            if blame and not self._leases.fail(group.index):
+                return False
+            self._leases.renew([group.index])
+            self.regenerated[reason] += 1
+            return True
+
+    def renew(self, indices: Iterable[int]) -> None:
+        """There is a sign of life of these groups."""
+        with self._changed:
+            self._leases.renew(indices)
+
+    def expired(self, seconds: float) -> list[Group]:
+        """Let time pass; returns the groups whose lease has run out."""
+        with self._changed:
+            return [self._in_flight[index] for index in self._leases.pass_time(seconds)]
+
     def fail(self, error: BaseException) -> None:
         """The rollout side has failed: whoever waits for a batch raises this."""
         with self._changed:
@@ -133,10 +183,20 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def counts(self) -> dict[str, int]:
-        """Groups that are ready, that are being generated, and that were discarded so far."""
+        """Groups that are ready, that are being generated, and that were discarded or generated again so far."""
         with self._changed:
-            discarded = sum(self.discarded.values())
-            return {"ready": len(self._ready), "in_flight": len(self._in_flight), "discarded": discarded}
+            return {
+                "ready": len(self._ready),
+                "in_flight": len(self._in_flight),
+                "discarded": self.discarded.total(),
+                "regenerated": self.regenerated.total(),
+            }
+
+    def in_flight(self) -> list[tuple[Group, float]]:
+        """Groups that are being generated or scored, each with its seconds without a sign of life; those due first come first."""
+        with self._changed:
+            groups = sorted(self._in_flight.values(), key=lambda group: (group.version, group.index))
+            return [(group, self._leases.silent(group.index)) for group in groups]
 
     def ready(self) -> list[Group]:
         """Groups that wait to be trained on."""

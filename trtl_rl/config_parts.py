@@ -56,8 +56,14 @@ class EngineConfig(Part):
     max_context: Count | None = Field(None, description="Longest prompt plus answer; default: what the run needs.")
     threads: Count = Field(1, description="Threads of the engine's process.")
     timeout: Positive = Field(600.0, description="Seconds without an answer after which the engine counts as hung.")
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        3, description="Restarts in a row of an engine that died, hung or broke; 0: the run ends at once."
+    )
+    restart_delay: Positive = Field(
+        1.0, description="Seconds before the first restart, doubled before each further one."
+    )
     fault: str | None = Field(
-        None, description="A drill: the engine fails on purpose, MODE or MODE:STEP (see engines/faulty.py)."
+        None, description="A drill: the engine fails on purpose, MODE[:STEP[:always]] (see engines/faulty.py)."
     )
 
 
@@ -163,6 +169,10 @@ class BufferConfig(Part):
     in_flight: Literal["finish", "continue"] = Field(
         "continue", description="What unfinished completions do at a refit: finish under the old weights, or go on."
     )
+    lease: Positive = Field(
+        600.0, description="Seconds without a sign of life of a prompt's answers, after which they are generated again."
+    )
+    attempts: Count = Field(3, description="How often a prompt's answers may get lost before the prompt is left out.")
 
 
 class RefitConfig(Part):

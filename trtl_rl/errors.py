@@ -11,7 +11,16 @@ class UserError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """The rollout engine failed, died or did not answer in time. Carries the engine's own text."""
+    """The rollout engine failed, died or did not answer in time. Carries the engine's own text.
+
+    Attributes:
+        brief, log: The message, and the end of the engine's log, which stands after it.
+        repeats: Whether a new engine would fail alike for certain, so that a restart cannot help.
+    """
+
+    def __init__(self, text: str, *, log: str = "", repeats: bool = False) -> None:
+        super().__init__(text + log)
+        self.brief, self.log, self.repeats = text, log, repeats
 
 
 class RefitError(EngineError):

@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ from typing import Any, Literal
 from trtl_rl.errors import DiskError
 
 Reduction = Literal["mean", "sum", "max", "last"]
+Level = Literal["info", "warning", "error"]
+Tell = Callable[[Level, str], None]  # how parts of a run speak to people
 Row = dict[str, Any]
 
 
@@ -123,7 +125,7 @@ class MetricsWriter:
     def progress(self, name: str, done: float, total: float, unit: str = "") -> None:
         self.write("progress", name=name, done=done, total=total, unit=unit)
 
-    def message(self, level: Literal["info", "warning", "error"], text: str) -> None:
+    def message(self, level: Level, text: str) -> None:
         self.write("message", level=level, text=text)
 
     def rewind(self, step: int) -> Rewound:

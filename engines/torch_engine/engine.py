@@ -144,6 +144,13 @@ class TorchEngine:
         """Completions that have begun."""
         return self._slots.occupied
 
+    def progress(self) -> dict[int, list[int]]:
+        """Tokens of every unfinished completion that has begun, by request; an empty list for a request that waits."""
+        slots = self._slots
+        waiting: dict[int, list[int]] = {request.id: [] for request, _ in self._scheduler.waiting}
+        begun = {id: slots.generated[owned].tolist() for id, owned in slots.by_request.items()}
+        return {**waiting, **begun}
+
     def has_work(self) -> bool:
         """Whether a step would generate something."""
         if self._paused or not self.refit.generates:

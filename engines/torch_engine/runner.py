@@ -84,5 +84,6 @@ class Runner:
         raise EngineError(
             f"{first_not_finite(self.weights, [rows], attend)} gives NaN or infinite values while weight version "
             f"{self.weights.version} generates; the weights are finite, so activations overflow. Lower optimizer.lr, and "
-            "resume from a checkpoint before that."
+            "resume from a checkpoint before that.",
+            repeats=True,
         )

@@ -19,7 +19,7 @@ from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import CONVENTIONS
 
 Role = Literal["search", "learning", "feedback"]
-Waste = Literal["stale", "failed", "zero_signal", "truncated_untrained", "cancelled"]
+Waste = Literal["stale", "failed", "zero_signal", "truncated_untrained", "cancelled", "engine_death", "lease_expired"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 WASTES: tuple[Waste, ...] = get_args(Waste)

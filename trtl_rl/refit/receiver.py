@@ -70,18 +70,21 @@ class RefitReceiver:
         if self._manifest is not None:
             raise RefitError(f"A refit to version {self._manifest.version} is still open: finish or abort it first.")
         if manifest.coverage != self._coverage:
-            raise RefitError("Trainer and engine run different recipes: the digests of their module lists differ.")
+            raise RefitError(
+                "Trainer and engine run different recipes: the digests of their module lists differ.", repeats=True
+            )
         entries = {entry.name: entry for entry in manifest.tensors}
         for name in sorted(self._expected.keys() - entries.keys()):
-            raise RefitError(f"The refit lacks {name}.")
+            raise RefitError(f"The refit lacks {name}.", repeats=True)
         for name, entry in sorted(entries.items()):
             spec = self._expected.get(name)
             if spec is None:
-                raise RefitError(f"The refit has {name}, which the model does not have.")
+                raise RefitError(f"The refit has {name}, which the model does not have.", repeats=True)
             if entry.dtype != dtype_name(spec.dtype) or entry.shape != spec.shape:
                 raise RefitError(
                     f"{name}: the refit announces {entry.dtype} {list(entry.shape)}, the model needs "
-                    f"{dtype_name(spec.dtype)} {list(spec.shape)}."
+                    f"{dtype_name(spec.dtype)} {list(spec.shape)}.",
+                    repeats=True,
                 )
         self._manifest, self._entries = manifest, entries
         self._staged, self._arrived = {}, set()
@@ -165,7 +168,7 @@ class RefitReceiver:
         scales = [self._staged[name] for name in names]
         if scales and not _positive(torch.cat([scale.flatten() for scale in scales])):
             name = next(name for name, scale in zip(names, scales, strict=True) if not _positive(scale))
-            raise RefitError(f"{name} holds a scale that is zero, negative or not finite.")
+            raise RefitError(f"{name} holds a scale that is zero, negative or not finite.", repeats=True)
 
 
 def _positive(scale: Tensor) -> bool:

@@ -1,89 +1,23 @@
-"""The failing engine: whatever it does, a run ends in time with a message that names it, and keeps what it has done."""
+"""The failing engine does what its mode says, and nothing else. What a run makes of it: ``tests/faults``."""
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import yaml
 from demo import ask, load, make_decoder, make_engine, small
-from run_files import checkpoints, rows_of
-from typer.testing import CliRunner
 
 from trtl_rl import Trainer
-from trtl_rl.cli.main import app
 from trtl_rl.engines.engine import RolloutEngine
-from trtl_rl.engines.faulty import MODES, Fault, FaultyEngine
+from trtl_rl.engines.faulty import Fault, FaultyEngine
 from trtl_rl.engines.unanswered import Unanswered
 from trtl_rl.errors import EngineError, RefitError, UserError
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Completion
-
-SOON = 90.0  # seconds from a run's start row to its end, a timeout of 20 s included, on a busy machine
-
-
-class Expected(NamedTuple):
-    """What a run with a fault from step 2 on says, and how many steps it has told of by then."""
-
-    said: str
-    steps: int = 2
-    keys: tuple[str, ...] = ()
-
-
-EXPECTED = {
-    "skip_scales": Expected(r"14 of \d+ announced tensors never arrived, first .*_scale_inv"),
-    "partial_refit": Expected(r"\d+ of \d+ announced tensors never arrived, first model"),
-    "reply_error": Expected(r"fails on purpose \(engine.fault=reply_error\): no memory left for version 2"),
-    "never_reply": Expected(
-        r"(?s)(computed nothing for 20 s, and \d+ requests? waits? for an|answered 0 of \d+ probes).*Its log .*engine\.log",
-        1,
-        ("engine.timeout=20", "refit.timeout=20"),
-    ),
-    "die_at_step": Expected(r"(?s)status -9.*Its log .*The engine kills itself on purpose \(engine\.fault=die_at_step:2", 1),
-    "permute_after_refit": Expected(r"At version 2 trainer and engine differ .*prompts that it never saw differ too"),
-    "stale_prefix_cache": Expected(r"At version 2 trainer and engine differ .*only prompts that it had answered before"),
-    "raw_logprobs": Expected(
-        r"At version 2 trainer and engine differ .*without the division by sampling\.temperature=0\.7", 2,
-        ("sampling.temperature=0.7",),
-    ),
-}  # fmt: skip
-
-
-def test_every_mode_is_expected() -> None:
-    assert set(EXPECTED) == set(MODES)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_with_a_failing_engine_ends_in_time_says_why_and_keeps_its_work(mode: str, tmp_path: Path) -> None:
-    expected, run_dir = EXPECTED[mode], tmp_path / "run"
-    file = tmp_path / "small.yaml"  # a file, since the command line alone would take the demo's settings, too
-    file.write_text(yaml.safe_dump(small(run_dir).model_dump(mode="json", exclude_unset=True)))
-    result = CliRunner().invoke(app, ["run", str(file), f"engine.fault={mode}:2", *expected.keys])
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), (result.output, result.exception)
-    message = " ".join(result.stderr.splitlines())
-    assert re.search(expected.said, message), message
-    assert any("fail on purpose" in row["text"] for row in rows_of(run_dir, "message"))
-    steps = [row["step"] for row in rows_of(run_dir, "step")]
-    assert steps == list(range(1, expected.steps + 1))
-    (start,), (end,) = rows_of(run_dir, "start"), rows_of(run_dir, "end")
-    assert end["time"] - start["time"] < SOON
-    assert end["status"] == "failed" and checkpoints(run_dir) == [f"step-{expected.steps:08d}"]
-
-    if mode not in ("die_at_step", "permute_after_refit"):
-        return
-    resumed = CliRunner().invoke(app, ["run", "--resume", str(run_dir), "engine.fault=null"])
-    assert resumed.exit_code == 0, resumed.output
-    assert [row["step"] for row in rows_of(run_dir, "step")] == [1, 2, 3]
-
-
-# --- in one process, quickly ---
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +90,26 @@ def test_a_dead_engine_in_this_process_answers_nothing_more(decoder: TrainableDe
             call()
 
 
+def test_an_engine_that_dies_in_a_refit_has_taken_its_requests(decoder: TrainableDecoder) -> None:
+    engine = faulty(decoder, "die_in_refit")
+    engine.submit([ask(0)])
+    with pytest.raises(EngineError, match=r"died \(on purpose: engine\.fault=die_in_refit:1\)"):
+        next_version(engine, decoder, 1)
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("lose_request", [0]), ("lose_prompt", [0, 2])])
+def test_a_lost_request_is_taken_and_never_answered(decoder: TrainableDecoder, mode: str, lost: list[int]) -> None:
+    engine = faulty(decoder, mode)
+    assert engine.probe([ask(-1)]), "a probe is no request of the run"
+    engine.submit([ask(0), ask(1, [7, 8, 9])])
+    engine.submit([ask(2)])
+    done: list[int] = []
+    while engine.has_work():
+        done += [item.request_id for item in engine.poll(1.0)]
+    assert sorted([*done, *lost]) == [0, 1, 2]
+    assert engine.progress() == {}, "the report does not have it either"
+
+
 def test_a_call_that_is_never_answered_ends_with_close(decoder: TrainableDecoder) -> None:
     engine = faulty(decoder, "never_reply")
     engine.submit([ask(0)])
@@ -186,6 +140,7 @@ def test_a_call_that_is_never_answered_ends_with_close(decoder: TrainableDecoder
         ),
         ({"engine": {"fault": "die_at_step:0"}}, r"after the colon stands a step"),
         ({"engine": {"fault": "die_at_step:x"}}, r"after the colon stands a step"),
+        ({"engine": {"fault": "die_at_step:2:often"}}, r"after the step may stand 'always'"),
         ({"engine": {"fault": "die_at_step:9"}}, r"die_at_step:9 cannot happen: the run has 3 steps"),
         ({"engine": {"fault": "raw_logprobs"}}, r"changes nothing at sampling\.temperature=1"),
         ({"engine": {"fault": "stale_prefix_cache"}, "parity": {"every": 0}}, r"parity\.every=0 makes none"),
@@ -213,5 +168,16 @@ def test_an_engine_that_computes_for_long_is_not_taken_for_one_that_lost_a_reque
     unanswered.came([Completion(3, sample, [5], "length", 0, 0) for sample in range(2)], busy_seconds=0.6)
     time.sleep(0.02)
     assert "1 request waits for an answer: 4" in str(unanswered.overdue(0.01))
-    unanswered.withdraw([ask(4)])
+    unanswered.withdraw([4])
     assert unanswered.overdue(0.01) is None
+
+
+def test_what_is_under_way_is_known_between_two_reports() -> None:
+    unanswered = Unanswered()
+    unanswered.ask([ask(3, samples=4), ask(4)])
+    unanswered.came([], 0.1, [(3, [5, 9, 7]), (4, [])])
+    assert unanswered.progress() == {3: [5, 9, 7], 4: []}
+    unanswered.came([Completion(3, 0, [1] * 8, "stop", 0, 0)], 0.2)
+    assert unanswered.progress() == {3: [5, 9], 4: []}, "the one of 7 has ended with 8"
+    unanswered.came([], 0.2, [])
+    assert unanswered.progress() == {}
