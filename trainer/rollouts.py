@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.supervisor import SupervisedEngine, WorkLost
+from trtl_rl.engines.pool import Engines
+from trtl_rl.engines.supervisor import WorkLost
 from trtl_rl.errors import EngineError, RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
@@ -78,7 +79,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: SupervisedEngine,
+        engine: Engines,
         task: Task,
         rewards: RewardRunner,
         buffer: GroupBuffer,
@@ -247,14 +248,14 @@ class RolloutWorker:
     def _take_back(self, lost: WorkLost) -> None:
         """The engine was restarted: keep what had arrived, ask again for the rest."""
         self._collect(lost.completions)
-        for attempt in self._lost.values():
-            self._charge_lost(attempt, "lease_expired", lost.progress)
-        for attempt in self._open.values():
+        ids = lost.ids if lost.ids is not None else self._open.keys() | self._lost.keys()
+        for id in ids & self._lost.keys():
+            self._charge_lost(self._lost.pop(id), "lease_expired", lost.progress)
+        attempts = [self._open.pop(id) for id in sorted(ids & self._open.keys())]
+        self._signs = Signs()
+        for attempt in attempts:
             self._charge_lost(attempt, "engine_death", lost.progress)
-        groups = [attempt.group for attempt in self._open.values()]
-        self._open, self._lost, self._signs = {}, {}, Signs()
-        for group in groups:
-            self._give_back(group, "engine restarted")
+            self._give_back(attempt.group, "engine restarted")
 
     def _give_back(self, group: Group, reason: str) -> None:
         self.buffer.give_back(group, reason)
