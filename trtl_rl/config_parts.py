@@ -73,7 +73,7 @@ class RayConfig(Part):
 
     address: str | None = Field(
         None,
-        description="host:port or auto: join that cluster. local: start one on this machine. Default: no Ray, engines are processes here.",
+        description="host:port or auto: join that cluster; local: start one here. Default: no Ray, engines are processes here.",
     )
     resources: dict[str, float] = Field(
         default_factory=lambda: {"num_cpus": 1.0},
