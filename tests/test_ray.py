@@ -18,6 +18,7 @@ from run_files import rows_of
 from trtl_rl.engines import ray_engine
 from trtl_rl.engines.ray_engine import BucketStore, RayEngine, connect
 from trtl_rl.errors import EngineError, UserError
+from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.refit.manifest import Bucket
 from trtl_rl.rollout import Request, Sampling
 from trtl_rl.trainer.trainer import Trainer
@@ -44,7 +45,7 @@ def start_engine(log: Path, store: BucketStore, **options: Any) -> RayEngine:
     engine = RayEngine(log, store, threads=1, timeout=120, refit_timeout=60, options=options or {"num_cpus": 1})
     engine.configure(
         decoder.description.to_json(),
-        decoder.weights.kernels.identity,
+        KernelSet(False).identity,
         False,
         slots=8,
         context=demo.CONTEXT,
