@@ -56,6 +56,7 @@ class HostedEngine:
         timeout: Seconds without an answer after which the child counts as hung.
         refit_timeout: The same for each stage of a refit.
         channel: How weights travel. A stream goes through a socket, as it would to another machine.
+        number: Of this engine among those of a run.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class HostedEngine:
         timeout: float,
         refit_timeout: float,
         channel: ChannelName = "shared_memory",
+        number: int = 0,
     ) -> None:
+        self.number = number
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = log.stat().st_size if log.exists() else 0  # what another process before this one has said

@@ -17,7 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,7 +33,15 @@ HEALTHY_STEPS = 10  # after so many steps without a failure the next one counts 
 
 
 class EngineProcess(RolloutEngine, Protocol):
-    """An engine that can be killed, and still be asked what it had sent."""
+    """An engine that can be configured and killed, and then still be asked what it had sent."""
+
+    number: int
+
+    def configure(self, *arguments: Any, **named: Any) -> None:
+        """Build the engine; see ``HostedEngine.configure``."""
+
+    def load(self, directory: Path) -> RefitResult:
+        """Take version 0 from an engine directory."""
 
     def arrived(self) -> list[Completion]:
         """What it has sent and nobody has polled."""
@@ -52,11 +61,14 @@ class WorkLost(EngineError):
     Attributes:
         completions: What had arrived before.
         progress: How far the rest was, see :meth:`RolloutEngine.progress`.
+        ids: The requests that are lost; None: all.
     """
 
-    def __init__(self, completions: list[Completion], progress: dict[int, list[int]]) -> None:
+    def __init__(
+        self, completions: list[Completion], progress: dict[int, list[int]], ids: frozenset[int] | None = None
+    ) -> None:
         super().__init__("The engine was restarted: what it had in flight is lost.")
-        self.completions, self.progress = completions, progress
+        self.completions, self.progress, self.ids = completions, progress, ids
 
 
 class SupervisedEngine:
@@ -198,6 +210,11 @@ class SupervisedEngine:
     @property
     def version(self) -> int:
         return self._now[0].version
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For metrics; a pool of engines has some."""
+        return {}
 
     @property
     def busy_seconds(self) -> float:

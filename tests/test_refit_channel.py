@@ -131,9 +131,9 @@ def test_memory_of_a_gpu_is_refused_without_one() -> None:
         load_config(None, ["refit.channel=cuda_ipc"])
     with pytest.raises(UserError, match=r"refit\.mode"):
         load_config(None, ["refit.mode=some"])
-    assert load_config(None, ["refit.channel=stream"]).refit.chosen_mode == "delta"
-    assert load_config(None).refit.chosen_mode == load_config(None, ["refit.mode=full"]).refit.chosen_mode == "full"
-    assert load_config(None, ["refit.mode=delta"]).refit.chosen_mode == "delta"
+    assert load_config(None, ["refit.channel=stream"]).refit_mode == "delta"
+    assert load_config(None).refit_mode == load_config(None, ["refit.mode=full"]).refit_mode == "full"
+    assert load_config(None, ["refit.mode=delta"]).refit_mode == "delta"
 
 
 # --- through the child of a host ---

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.host import HostedEngine
-from trtl_rl.engines.supervisor import SupervisedEngine
+from trtl_rl.engines.pool import Engines
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
@@ -23,7 +22,7 @@ from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
-from trtl_rl.trainer.engine_start import EngineStart
+from trtl_rl.trainer.engine_start import EngineStart, make_engines
 from trtl_rl.trainer.evaluate import Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.record import RolloutRecord
@@ -47,7 +46,7 @@ class Run:
     def __init__(self, trainer: Trainer, metrics: MetricsWriter, started: float) -> None:
         self.trainer, self.config, self.metrics, self.started = trainer, trainer.config, metrics, started
         self.state = RunState()
-        self._engine: SupervisedEngine | None = None
+        self._engine: Engines | None = None
         self._rewards = RewardRunner(trainer.rewards)
         self._loop: Loop | None = None
         self._worker: RolloutWorker | None = None
@@ -88,18 +87,7 @@ class Run:
                 return TrainResult("done", ended, saved["step"], run_dir, {}, nothing_to_do=True)
 
         # The engine's process starts while this one loads tokenizer and model.
-        engine = self._engine = SupervisedEngine(
-            lambda: HostedEngine(
-                run_dir / "logs" / "engine.log",
-                threads=c.engine.threads,
-                timeout=c.engine.timeout,
-                refit_timeout=c.refit.timeout,
-                channel=c.refit.channel,
-            ),
-            restarts=c.engine.restarts,
-            delay=c.engine.restart_delay,
-            tell=self.metrics.message,
-        )
+        engine = self._engine = make_engines(c, run_dir, self.metrics.message)
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
             self.metrics.message(

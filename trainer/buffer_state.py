@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from trtl_rl.buffer import GroupBuffer
     from trtl_rl.config import RunConfig
     from trtl_rl.flops.ledger import Ledger
-    from trtl_rl.trainer.rollouts import Position, RolloutWorker
+    from trtl_rl.trainer.rollout_state import Position
+    from trtl_rl.trainer.rollouts import RolloutWorker
 
 
 def to_json(position: Position, made_with: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trtl_rl.engines.faulty import Fault
 from trtl_rl.engines.host import HostedEngine
+from trtl_rl.engines.pool import EnginePool, Engines
+from trtl_rl.engines.ray_engine import BucketStore, RayEngine, connect
+from trtl_rl.engines.supervisor import EngineProcess, SupervisedEngine
 from trtl_rl.errors import UserError
+from trtl_rl.metrics import Tell
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
 
@@ -16,11 +21,44 @@ if TYPE_CHECKING:
 
     from trtl_rl.config import RunConfig
     from trtl_rl.engines.directory import EngineDirectory
-    from trtl_rl.engines.supervisor import EngineProcess
     from trtl_rl.kernels.kernel_set import KernelSet
     from trtl_rl.model.bind import TrainableDecoder
 
 MAX_SLOTS = 256
+
+
+def make_engines(config: RunConfig, run_dir: Path, tell: Tell) -> Engines:
+    """Start the processes of a run's engines: one, or ``engine.replicas`` of them, here or on the nodes of a Ray cluster.
+
+    Raises:
+        UserError: ``ray.address`` is given, and Ray is not there.
+    """
+    c = config
+    store: BucketStore | None = None
+    if c.ray.address is not None:
+        connect(c.ray.address)
+        store = BucketStore()
+
+    def make(number: int) -> EngineProcess:
+        log = run_dir / "logs" / ("engine.log" if c.engine.replicas == 1 else f"engine-{number}.log")
+        limits: dict[str, Any] = {
+            "threads": c.engine.threads,
+            "timeout": c.engine.timeout,
+            "refit_timeout": c.refit.timeout,
+            "number": number,
+        }
+        if store is not None:
+            return RayEngine(log, store, options=c.ray.options, **limits)
+        return HostedEngine(log, channel=c.refit.channel, **limits)
+
+    def supervised(number: int) -> SupervisedEngine:
+        said = tell if c.engine.replicas == 1 else (lambda level, text: tell(level, f"Engine {number}: {text}"))
+        return SupervisedEngine(
+            lambda: make(number), restarts=c.engine.restarts, delay=c.engine.restart_delay, tell=said
+        )
+
+    engines = [supervised(number) for number in range(c.engine.replicas)]
+    return engines[0] if len(engines) == 1 else EnginePool(engines, tell)
 
 
 class EngineStart:
@@ -49,16 +87,15 @@ class EngineStart:
         Args:
             tensors: Of the version, in the layout of ``tensor_specs``.
             restarted: It takes the place of one that failed. What ``engine.fault`` stages does not happen again then, unless
-                it says ``always``.
+                it says ``always``; and of several engines only the first fails.
 
         Raises:
             UserError: the directory's codes are not those that the learner computes, or the two sides run different modules.
         """
         c, decoder, directory = self.config, self.decoder, self.directory
         fault = c.engine.fault
-        if fault is not None and restarted and not Fault.parse(fault).always:
+        if fault is not None and (engine.number or (restarted and not Fault.parse(fault).always)):
             fault = None
-        assert isinstance(engine, HostedEngine)
         engine.configure(
             decoder.description.to_json(),
             self.kernels.identity,
@@ -105,5 +142,5 @@ def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[s
             f"engine.cache_gib is {config.engine.cache_gib:g}. Raise engine.cache_gib, or lower engine.max_context."
         )
     in_flight = config.batch.prompts * config.batch.group_size * (config.buffer.max_staleness + 1)
-    slots = config.engine.slots or min(MAX_SLOTS, in_flight)
+    slots = config.engine.slots or min(MAX_SLOTS, -(-in_flight // config.engine.replicas))
     return {"slots": slots, "positions": min(room, slots * longest)}

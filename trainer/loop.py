@@ -39,7 +39,7 @@ from collections.abc import Callable
 
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.config import RunConfig
-from trtl_rl.engines.supervisor import SupervisedEngine
+from trtl_rl.engines.pool import Engines
 from trtl_rl.errors import EngineError, ParityError, RewardError, UserError
 from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
@@ -70,7 +70,7 @@ class Loop:
         self,
         config: RunConfig,
         *,
-        engine: SupervisedEngine,
+        engine: Engines,
         learner: Learner,
         worker: RolloutWorker,
         buffer: GroupBuffer,
@@ -208,6 +208,7 @@ class Loop:
                 "timing_s/parity": end - refitted,
                 "timing_s/engine_wait": idle,
                 "engine/restarts": self.engine.restarts,
+                **self.engine.sizes,
             }
         )
         if any(vars(self.config.budget).values()):
@@ -248,7 +249,7 @@ class Loop:
                     version=version,
                     coverage=coverage,
                     bucket_bytes=self.config.refit.bucket_bytes,
-                    mode=self.config.refit.chosen_mode,
+                    mode=self.config.refit_mode,
                     previous=self._sent,
                     before_finish=arrived,
                 )

@@ -7,11 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
-from trtl_rl.engines.supervisor import SupervisedEngine, WorkLost
+from trtl_rl.engines.pool import Engines
+from trtl_rl.engines.supervisor import WorkLost
 from trtl_rl.errors import EngineError, RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
@@ -20,6 +20,7 @@ from trtl_rl.metrics import Tell
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
+from trtl_rl.trainer.rollout_state import Attempt, Counters, Position
 from trtl_rl.trainer.signs import Signs
 
 if TYPE_CHECKING:
@@ -27,58 +28,6 @@ if TYPE_CHECKING:
 
 DISCARD_LIMIT = 32  # so many groups in a row without two scored samples end the run
 TURN = 0.05  # seconds of one wait of the thread
-
-
-@dataclass
-class Counters:
-    """What the thread has done since the loop last took it for its metrics."""
-
-    tokens: int = 0
-    reward_seconds: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def take(self) -> tuple[int, float]:
-        """Tokens and seconds of reward functions, which begin at 0 again."""
-        with self.lock:
-            taken = self.tokens, self.reward_seconds
-            self.tokens, self.reward_seconds = 0, 0.0
-        return taken
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where the rollout side is at one instant.
-
-    Attributes:
-        next_index: Of the first prompt that was never started.
-        again: Indices before it that were started and are not finished; what they cost is in no counter yet.
-        ready: Groups that wait to be trained on; what they cost is counted.
-        discarded: Groups that were discarded and not yet reported, with the reasons; ``discards`` counts all.
-        tokens: Generated since the loop last took the counters.
-        ledger: State of the ledger.
-    """
-
-    next_index: int
-    again: list[int]
-    ready: list[Group]
-    discarded: list[tuple[Group, str]]
-    discards: dict[str, int]
-    tokens: int
-    ledger: dict[str, Any]
-
-
-@dataclass
-class Attempt:
-    """One time that a group is asked for.
-
-    Attributes:
-        id: Of the request.
-        group: Its completions are those of this attempt, until there is another one.
-    """
-
-    id: int
-    group: Group
-    completions: list[Completion] = field(default_factory=list)
 
 
 class RolloutWorker:
@@ -100,7 +49,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: SupervisedEngine,
+        engine: Engines,
         task: Task,
         rewards: RewardRunner,
         buffer: GroupBuffer,
@@ -269,15 +218,15 @@ class RolloutWorker:
     def _take_back(self, lost: WorkLost) -> None:
         """The engine was restarted: keep what had arrived, ask again for the rest."""
         self._collect(lost.completions)
-        for attempt in self._lost.values():
-            self._charge_lost(attempt, "lease_expired", lost.progress)
-        for attempt in self._open.values():
+        ids = lost.ids if lost.ids is not None else self._open.keys() | self._lost.keys()
+        for id in ids & self._lost.keys():
+            self._charge_lost(self._lost.pop(id), "lease_expired", lost.progress)
+        attempts = [self._open.pop(id) for id in sorted(ids & self._open.keys())]
+        self._signs = Signs()
+        for attempt in attempts:
             self._charge_lost(attempt, "engine_death", lost.progress)
-        groups = [attempt.group for attempt in self._open.values()]
-        self._open, self._lost, self._signs = {}, {}, Signs()
-        for group in groups:
-            self.buffer.give_back(group, "engine restarted")
-        self._ask_again(groups)
+            self.buffer.give_back(attempt.group, "engine restarted")
+        self._ask_again([attempt.group for attempt in attempts])
 
     def _retry(self, groups: list[Group], reason: str) -> None:
         """Ask again for groups that got lost while the engine went on, and leave those out that do so each time."""

@@ -29,6 +29,7 @@ from trtl_rl.config_parts import (
     OptimizerConfig,
     ParityConfig,
     Part,
+    RayConfig,
     RefitConfig,
     RewardConfig,
     RolloutsConfig,
@@ -63,6 +64,7 @@ class RunConfig(Part):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     buffer: BufferConfig = Field(default_factory=BufferConfig)
     refit: RefitConfig = Field(default_factory=RefitConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     rollouts: RolloutsConfig = Field(default_factory=RolloutsConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
@@ -74,6 +76,22 @@ class RunConfig(Part):
         if self.refit.channel == "cuda_ipc" and self.device != "cuda":
             raise ValueError("refit.channel=cuda_ipc needs device=cuda; on a CPU use shared_memory")
         return self
+
+    @model_validator(mode="after")
+    def _ray_carries_weights_itself(self) -> RunConfig:
+        if self.ray.address is not None and self.refit.channel != "shared_memory":
+            raise ValueError(
+                f"refit.channel={self.refit.channel} does not go with ray.address: weights go through Ray's object store, and from "
+                "there through shared memory. Leave refit.channel out"
+            )
+        return self
+
+    @property
+    def refit_mode(self) -> Literal["full", "delta"]:
+        """``refit.mode``, where ``auto`` is decided: what crosses a network is worth comparing."""
+        if self.refit.mode == "auto":
+            return "delta" if self.refit.channel == "stream" or self.ray.address is not None else "full"
+        return self.refit.mode
 
     @field_validator("rewards", mode="before")
     @classmethod

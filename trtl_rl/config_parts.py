@@ -55,6 +55,7 @@ class EngineConfig(Part):
     cache_gib: Positive = Field(4.0, description="Memory for keys and values, in GiB; it bounds slots and context.")
     max_context: Count | None = Field(None, description="Longest prompt plus answer; default: what the run needs.")
     threads: Count = Field(1, description="Threads of the engine's process.")
+    replicas: Count = Field(1, description="Engines that generate side by side; each takes whole prompts.")
     timeout: Positive = Field(600.0, description="Seconds without an answer after which the engine counts as hung.")
     restarts: Annotated[int, Field(ge=0)] = Field(
         3, description="Restarts in a row of an engine that died, hung or broke; 0: the run ends at once."
@@ -65,6 +66,25 @@ class EngineConfig(Part):
     fault: str | None = Field(
         None, description="A drill: the engine fails on purpose, MODE[:STEP[:always]] (see engines/faulty.py)."
     )
+
+
+class RayConfig(Part):
+    """Where engines run as actors of a Ray cluster."""
+
+    address: str | None = Field(
+        None,
+        description="host:port or auto: join that cluster; local: start one here. Default: no Ray, engines are processes here.",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=lambda: {"num_cpus": 1.0},
+        description="What one engine takes of a node: num_cpus, num_gpus, or custom resources by name.",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``resources`` as Ray takes them."""
+        own = {name: value for name, value in self.resources.items() if name in ("num_cpus", "num_gpus")}
+        return {**own, "resources": {name: value for name, value in self.resources.items() if name not in own}}
 
 
 class LossConfig(Part):
@@ -189,13 +209,6 @@ class RefitConfig(Part):
     )
     bucket_bytes: Count = Field(16 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")
-
-    @property
-    def chosen_mode(self) -> Literal["full", "delta"]:
-        """``mode``, where ``auto`` is decided."""
-        if self.mode == "auto":
-            return "delta" if self.channel == "stream" else "full"
-        return self.mode
 
 
 class CheckpointConfig(Part):
