@@ -221,6 +221,11 @@ def _write_configuration(
     generation = source.path / "generation_config.json"
     values = json.loads(generation.read_text()) if generation.is_file() else {}
     _write(directory / "generation_config.json", {**values, "eos_token_id": stops})
+    copy_tokenizer(source, directory)
+
+
+def copy_tokenizer(source: ModelSource, directory: Path) -> None:
+    """Copy the files of a checkpoint's tokenizer."""
     for name in _TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)

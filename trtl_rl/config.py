@@ -29,6 +29,7 @@ from trtl_rl.config_parts import (
     OptimizerConfig,
     ParityConfig,
     Part,
+    Positive,
     RayConfig,
     RefitConfig,
     RewardConfig,
@@ -49,6 +50,7 @@ class RunConfig(Part):
     task: TaskConfig = Field(default_factory=TaskConfig)
     rewards: list[RewardConfig] = Field(default_factory=lambda: [RewardConfig(name="exact_match")])
     steps: Count = 100
+    epochs: Positive | None = Field(None, description="Passes over the data that is trained on, instead of steps.")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     run_dir: str | None = Field(None, description="Where the run keeps its files; default: runs/ and the time.")
     recipe: str = Field("fp8_block", description="A recipe's name or file; none: no FP8.")
@@ -70,6 +72,12 @@ class RunConfig(Part):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> RunConfig:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} say the same thing: give one of them")
+        return self
 
     @model_validator(mode="after")
     def _gpu_memory_needs_a_gpu(self) -> RunConfig:
@@ -148,8 +156,12 @@ def validate_config(tree: dict[str, Any], source: str = "the configuration") -> 
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(dict(item)) for item in error.errors()]
-        raise UserError(f"{source}: " + "; ".join(lines)) from None
+        raise UserError(f"{source}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """Every wrong key and value in one line."""
+    return "; ".join(_explain(dict(item)) for item in error.errors())
 
 
 def _explain(item: dict[str, Any]) -> str:
