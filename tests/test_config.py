@@ -53,7 +53,7 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, key: str, meant
             "sampling.temperature=0",
             "sampling.temperature=0 makes the answers of a group all the same.*evaluation.prompts",
         ),
-        ("optimizer.lr=-1e-5", "optimizer.lr: .*greater than 0.*-1e-05"),
+        ("optimizer.lr=-1e-5", "optimizer.lr: .*greater than or equal to 0.*-1e-05"),
         ("optimizer.lr=.inf", "optimizer.lr: .*finite"),
         ("optimizer.max_grad_norm=.nan", "optimizer.max_grad_norm"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: .*less than 1"),

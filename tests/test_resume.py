@@ -250,7 +250,7 @@ def test_a_resume_of_a_complete_run_says_so_and_loads_nothing(
         raise AssertionError("nothing is loaded")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trtl_rl.trainer.assembly.HostedEngine", refused)
+        patch.setattr("trtl_rl.trainer.assembly.make_engines", refused)
         before = metrics_of(whole)
         result = Trainer(reward_funcs=digits, args=config(whole), resume=True).train()
         assert (result.status, result.reason, result.step, result.nothing_to_do) == ("done", "steps", STEPS, True)

@@ -120,16 +120,22 @@ def nothing(completions: list[str], **rest: Any) -> list[float | None]:
     return [None] * len(completions)
 
 
+def place(rollouts: RolloutWorker) -> tuple[int, list[int]]:
+    """Where a checkpoint would go on."""
+    position = rollouts.position()
+    return position.next_index, position.again
+
+
 def test_what_an_interrupted_run_had_begun_comes_first_and_is_never_forgotten() -> None:
     buffer, engine = GroupBuffer(1, 1, version=4), FakeEngine()
     engine.silent = True
     rollouts = worker(buffer, engine, by_sample, start=20, again=[11, 13, 17, 19])
-    before = {"next_index": 20, "untrained": [11, 13, 17, 19], "untrained_flops": 0}
-    assert rollouts.position() == before  # a run that is stopped before its first rollout
+    before = 20, [11, 13, 17, 19]
+    assert place(rollouts) == before  # a run that is stopped before its first rollout
     rollouts.start()
     while len(engine.asked) < 2:
         time.sleep(0.01)
-    assert rollouts.position() == before  # two under way, and no room for the others
+    assert place(rollouts) == before  # two under way, and no room for the others
     rollouts.stop()
     assert engine.asked == [11, 13] == engine.cancelled
 
@@ -137,7 +143,7 @@ def test_what_an_interrupted_run_had_begun_comes_first_and_is_never_forgotten() 
 def test_a_checkpoint_at_any_moment_knows_every_group() -> None:
     buffer, engine = GroupBuffer(2, 2), FakeEngine()
     rollouts = worker(buffer, engine, by_sample)
-    assert rollouts.position() == {"next_index": 0, "untrained": [], "untrained_flops": 0}
+    assert place(rollouts) == (0, [])
     rollouts.start()
     trained: list[Group] = []
     for version in range(1, 60):
@@ -145,8 +151,8 @@ def test_a_checkpoint_at_any_moment_knows_every_group() -> None:
         while batch is None:
             batch = buffer.take(0.001)
             seen = rollouts.position()
-            known = [*seen["untrained"], *(group.index for group in [*trained, *(batch or [])])]
-            assert sorted(known) == list(range(seen["next_index"]))
+            known = [*seen.again, *(group.index for group in [*seen.ready, *trained, *(batch or [])])]
+            assert sorted(known) == list(range(seen.next_index))
         trained += batch
         buffer.advance(version)
     rollouts.stop()
