@@ -17,7 +17,6 @@ from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
@@ -45,7 +44,7 @@ class Run:
         self.trainer, self.config, self.metrics, self.started = trainer, trainer.config, metrics, started
         self.state = RunState()
         self._engine: HostedEngine | None = None
-        self._rewards = RewardRunner(trainer.rewards)
+        self._rewards = trainer.reward_runner(metrics)
         self._loop: Loop | None = None
         self._worker: RolloutWorker | None = None
         self._scorer = trainer.evaluation_scorer()
@@ -200,6 +199,8 @@ class Run:
             self.metrics.progress("checkpoint", 1, 1)
 
         self._describe(decoder, kernels, shape, parameters, first)
+        self._rewards.wait_ready()
+        self._scorer.wait_ready()
         if not saved and not self._stopped:
             evaluate(0)
         loop = self._loop = Loop(

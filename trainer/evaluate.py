@@ -9,6 +9,7 @@ from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Prompt, Request, Sampling
 
@@ -72,6 +73,9 @@ class Evaluator:
         pairs = zip(prompts, completions, strict=True)
         flops = sum(formulas.rollout(self.shape, len(prompt.ids), [len(done.ids)]) for prompt, done in pairs)
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
-        texts = [self.decode(completion.ids) for completion in completions]
-        scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total
+        samples = [
+            Sample((i, 0), prompt, self.decode(completion.ids), completion.ids)
+            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        ]
+        scores = self.scorer.score(samples).total
         return [score for score in scores if score is not None]

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from trtl_rl.errors import RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.reward import Sample, ScoredBatch
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
@@ -75,7 +78,11 @@ class RolloutWorker:
         self._again = deque(again)
         self._order = task.order(seed)
         self._open: dict[int, Group] = {}
+        self._scoring: dict[
+            Future[ScoredBatch], Group
+        ] = {}  # generated and charged, not yet in the buffer or discarded
         self._discards = 0
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -93,7 +100,7 @@ class RolloutWorker:
         """What a checkpoint keeps: ``next_index``, the indices before it that are ``untrained``, and what those have cost."""
         with self._lock:
             waiting = [group.index for group in self.buffer.untrained()]
-            spent = sum(self.search_flops(group) for group in self.buffer.ready())
+            spent = sum(self.search_flops(group) for group in [*self.buffer.ready(), *self._scoring.values()])
             return {
                 "next_index": self.next_index,
                 "untrained": sorted([*self._again, *waiting]),
@@ -106,8 +113,11 @@ class RolloutWorker:
                 self._submit()
                 if self._open:
                     self._collect(self.engine.poll(0.05))
+                elif self._scoring:
+                    wait_for(list(self._scoring), 0.05, FIRST_COMPLETED)
                 else:
                     self.buffer.wait_for_room(0.05)
+                self._check_failed()
             if self._open:
                 self._cancel()
         except BaseException as error:
@@ -146,46 +156,53 @@ class RolloutWorker:
             self.engine.submit(requests)
 
     def _collect(self, completions: list[Completion]) -> None:
-        finished = []
         for completion in completions:
             group = self._open[completion.request_id]
             group.completions.append(completion)
             if len(group.completions) == self.group_size:
-                del self._open[group.index]
                 group.completions.sort(key=lambda item: item.sample)
-                finished.append(group)
-        if finished:
-            self._score(finished)
+                self._score(group)
+                del self._open[group.index]
 
-    def _score(self, groups: list[Group]) -> None:
-        """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
-        for group in groups:
-            self._charge(group)
-            group.texts = [self.decode(completion.ids) for completion in group.completions]
-        start = time.perf_counter()
-        scored = self.rewards.score(
-            [group.prompt for group in groups for _ in group.completions],
-            [text for group in groups for text in group.texts],
-            [completion.ids for group in groups for completion in group.completions],
-        )
-        seconds = time.perf_counter() - start
-        self.ledger.add("feedback", 0, seconds)
-        with self.counters.lock:
-            self.counters.reward_seconds += seconds
-        at = 0
-        for group in groups:
-            n = len(group.completions)
-            group.rewards = scored.total[at : at + n]
-            group.components = {name: values[at : at + n] for name, values in scored.components.items()}
-            at += n
-            if len(group.scored()) < 2:
-                self.ledger.waste("failed", self.search_flops(group))
-                self.buffer.discard(group, "fewer than two scored samples")
-                self._discards += 1
-                self._check_discards(group)
-            else:
-                self._discards = 0
-                self.buffer.complete(group)
+    def _score(self, group: Group) -> None:
+        """Have a whole group rewarded; whichever thread scores it closes it."""
+        self._charge(group)
+        group.texts = [self.decode(completion.ids) for completion in group.completions]
+        pairs = zip(group.completions, group.texts, strict=True)
+        scored = self.rewards.submit([Sample((group.index, c.sample), group.prompt, text, c.ids) for c, text in pairs])
+        with self._lock:
+            self._scoring[scored] = group
+        scored.add_done_callback(self._close)
+
+    def _close(self, done: Future[ScoredBatch]) -> None:
+        """A group is scored: it is ready for training, or discarded with the reason counted."""
+        try:
+            scored, group = done.result(), self._scoring[done]
+            self.ledger.add("feedback", scored.flops, scored.seconds)
+            with self.counters.lock:
+                self.counters.reward_seconds += scored.seconds
+            at = {id: i for i, id in enumerate(scored.ids)}
+            places = [at[group.index, completion.sample] for completion in group.completions]
+            group.rewards = [scored.total[i] for i in places]
+            group.components = {name: [values[i] for i in places] for name, values in scored.components.items()}
+            with self._lock:  # a checkpoint finds the group in one place
+                del self._scoring[done]
+                if len(group.scored()) < 2:
+                    self.ledger.waste("failed", self.search_flops(group))
+                    self.buffer.discard(group, "fewer than two scored samples")
+                    self._discards += 1
+                    self._check_discards(group)
+                else:
+                    self._discards = 0
+                    self.buffer.complete(group)
+        except BaseException as error:
+            self._failure = error
+            self.buffer.fail(error)
+
+    def _check_failed(self) -> None:
+        """End this thread when a reward has ended the run."""
+        if self._failure is not None:
+            raise self._failure
 
     def _check_discards(self, group: Group) -> None:
         """A reward that scores nothing would let the engine generate for ever without a batch."""

@@ -40,6 +40,27 @@ class RewardConfig(Part):
     name: str
     weight: float = 1.0
     arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments given to the function.")
+    in_process: bool | None = Field(
+        None,
+        description="Run it in the trainer's process, where it cannot be killed; default: in a process of its own, but for "
+        "exact_match and length_penalty.",
+    )
+    timeout: Positive | None = Field(
+        None, description="Seconds for one call, which scores one group; then its process is killed. Default: 60."
+    )
+    workers: Count = Field(1, description="Processes that score at the same time.")
+    on_error: Literal["error", "exclude", "value"] = Field(
+        "error",
+        description="A call that fails, hangs or gives no valid value: error ends the run, exclude leaves the samples out, "
+        "value gives them error_value.",
+    )
+    error_value: float | None = Field(None, description="on_error=value: the reward of such samples.")
+
+    @model_validator(mode="after")
+    def _value_only_where_it_acts(self) -> RewardConfig:
+        if (self.on_error == "value") != (self.error_value is not None):
+            raise ValueError("rewards: error_value and on_error=value belong together")
+        return self
 
 
 class EngineConfig(Part):
