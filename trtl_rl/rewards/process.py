@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from trtl_rl.rewards.call import explain
-from trtl_rl.rewards.reward import Outcome, Reward, is_async
+from trtl_rl.rewards.reward import FaultKind, Outcome, Reward, is_async
 
 WORKER = "trtl_rl.rewards.worker"
 START_SECONDS = 300.0  # to import the function and what it loads
 ASYNC_CALLS = 64  # that one process awaits at once
 _GRACE = 2.0  # an event loop cancels its calls itself; one that is blocked so much longer is killed
-_ATTEMPTS = 3  # of a call whose process was killed because of another
 
 
 @dataclass
@@ -44,7 +43,6 @@ class Call:
     future: Future[Outcome] = field(default_factory=Future)
     deadline: float = 0.0
     started: float = 0.0
-    attempts: int = 0
 
 
 class ProcessPool:
@@ -152,7 +150,6 @@ class _Line:
         return text
 
     def _send(self, call: Call) -> None:
-        call.attempts += 1
         if self._connection is None and (text := self._start()) is not None:
             call.future.set_result(Outcome.failed(call.count, "died", text))
             return
@@ -171,7 +168,7 @@ class _Line:
         try:
             self._connection.send_bytes(data)
         except OSError:
-            self._lost(f"lost its process: it {self._ending()}")
+            self._lost("died", f"lost its process: it {self._ending()}")
 
     def _receive(self) -> None:
         """Wait for an answer, the first time limit, or (for async functions) a little while."""
@@ -184,37 +181,23 @@ class _Line:
                 self._flying.pop(number).future.set_result(outcome)
                 return
         except (EOFError, OSError):
-            self._lost(f"lost its process: it {self._ending()}")
+            self._lost("died", f"lost its process: it {self._ending()}")
             return
-        now = time.monotonic()
-        late = [number for number, call in self._flying.items() if call.deadline <= now]
-        if late:
-            self._kill()
-            for number in late:
-                call = self._flying.pop(number)
-                text = f"gave no answer within {self._pool.reward.limit:g} s: its process was killed"
-                call.future.set_result(Outcome.failed(call.count, "timeout", text, now - call.started))
-            for call in self._flying.values():  # innocent: they begin again in the next process
-                self._again(call, "lost its process: again and again, to calls that hang")
-            self._flying.clear()
+        if first <= time.monotonic():
+            self._lost("timeout", f"gave no answer within {self._pool.reward.limit:g} s: its process was killed")
 
-    def _lost(self, text: str) -> None:
-        """The process is dead. Of several calls any may have killed it: all begin again, some times."""
+    def _lost(self, kind: FaultKind, text: str) -> None:
+        """The process is dead or has to die. Of several calls any may be to blame: each begins again, alone."""
         self._kill()
-        alone = len(self._flying) == 1
-        for call in self._flying.values():
-            if alone:
-                seconds = time.monotonic() - call.started
-                call.future.set_result(Outcome.failed(call.count, "died", text, seconds))
-            else:
-                self._again(call, text)
+        calls = list(self._flying.values())
         self._flying.clear()
-
-    def _again(self, call: Call, text: str) -> None:
-        if call.attempts >= _ATTEMPTS or self._closed:
-            call.future.set_result(Outcome.failed(call.count, "died", text))
-        else:
-            self._calls.put(call)
+        for call in calls:
+            if len(calls) == 1 or self._closed:
+                call.future.set_result(Outcome.failed(call.count, kind, text, time.monotonic() - call.started))
+                continue
+            self._send(call)
+            while self._flying:
+                self._receive()
 
     def _ending(self) -> str:
         """How the process ended, in words."""
