@@ -260,7 +260,7 @@ def test_a_class_that_cannot_be_made_is_told_before_the_first_step(
         make(rewards).wait_ready()
     with pytest.raises(UserError, match=r"'Judge' needs the column 'answer'.*task\.columns\.answer=prompt"):
         check_columns(load_rewards([RewardConfig(name=f"{file}:Judge")]), ["prompt"])
-    with pytest.raises(UserError, match="unexpected keyword argument 'bas'.*arguments are: base"):
+    with pytest.raises(UserError, match=r"unexpected keyword argument 'bas'.*arguments are: base"):
         load_rewards([RewardConfig(name=f"{file}:Judge", arguments={"bas": 1})])
 
 
