@@ -15,7 +15,7 @@ from trtl_rl.config_parts import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.model.source import find_model
 from trtl_rl.rewards.http import HttpReward
-from trtl_rl.rewards.loading import check_columns, load_rewards
+from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards
 from trtl_rl.rewards.reward import Reward, Sample
 from trtl_rl.rewards.reward_model import RewardModel
 from trtl_rl.rewards.runner import RewardRunner
@@ -174,6 +174,12 @@ def test_a_reward_models_flops_come_back_from_its_process(classifier: Path) -> N
     batch = runner.score(samples("3", "1234567"))
     assert all(value is not None and 0 < value < 1 for value in batch.total) and batch.flops > 0
     runner.close()
+
+
+def test_a_hub_name_among_functions_is_a_reward_model_as_in_trl() -> None:
+    (reward, match) = given_rewards(["owner/model", "exact_match"])
+    assert reward.config is not None and reward.config.arguments == {"model": "owner/model"} and not reward.in_process
+    assert match.in_process
 
 
 def test_a_missing_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

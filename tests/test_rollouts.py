@@ -87,7 +87,7 @@ def test_what_an_interrupted_run_had_begun_comes_first_and_is_never_forgotten() 
     buffer, engine = GroupBuffer(1, 1, version=4), FakeEngine()
     engine.silent = True
     rollouts = worker(buffer, engine, by_sample, start=20, again=[11, 13, 17, 19])
-    before = {"next_index": 20, "untrained": [11, 13, 17, 19], "untrained_flops": 0}
+    before = {"next_index": 20, "untrained": [11, 13, 17, 19], "untrained_flops": 0, "recent_prompts": {}}
     assert rollouts.position() == before  # a run that is stopped before its first rollout
     rollouts.start()
     while len(engine.asked) < 2:
@@ -100,7 +100,7 @@ def test_what_an_interrupted_run_had_begun_comes_first_and_is_never_forgotten() 
 def test_a_checkpoint_at_any_moment_knows_every_group() -> None:
     buffer, engine = GroupBuffer(2, 2), FakeEngine()
     rollouts = worker(buffer, engine, by_sample)
-    assert rollouts.position() == {"next_index": 0, "untrained": [], "untrained_flops": 0}
+    assert rollouts.position() == {"next_index": 0, "untrained": [], "untrained_flops": 0, "recent_prompts": {}}
     rollouts.start()
     trained: list[Group] = []
     for version in range(1, 60):

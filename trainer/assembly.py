@@ -17,15 +17,19 @@ from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.rollout import Sampling
+from trtl_rl.rewards.builtin import final_answer_of
+from trtl_rl.rollout import Prompt, Sampling
+from trtl_rl.tasks.rows import evaluation_config
+from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_start import start_engine
-from trtl_rl.trainer.evaluate import Evaluator
+from trtl_rl.trainer.evaluate import Evaluations, Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
 from trtl_rl.trainer.state import RunState
+from trtl_rl.trainer.teaching import Teaching
 from trtl_rl.trainer.trainer import Trainer, TrainResult
 from trtl_rl.versions import versions
 
@@ -100,7 +104,8 @@ class Run:
         task = self._make_task(tokenizer)
         identity["task.too_long skips"] = task.skipped
         _check_same_run(identity, saved.get("identity", identity))
-        context = self._context(task)
+        evaluation_prompts, longest = self._evaluation_prompts(task, tokenizer)
+        context = self._context(task, longest)
         phases.next()
         recipe = self.trainer.recipe
         model = load_model(self.trainer.source.path, recipe, found[-1] if saved else None)
@@ -164,25 +169,35 @@ class Run:
             start=saved.get("next_index", 0),
             again=saved.get("untrained", []),
             needs_logprobs=loss.needs_behaviour_logprobs,
-        )
-        evaluator = Evaluator(
-            c.evaluation.scorer,
-            self._scorer,
-            task.held_out_prompts(c.evaluation.prompts),
-            engine,
-            ledger,
-            shape=shape,
-            decode=decode,
-            sampling=sampling,
-            seed=c.seed,
+            teaching=Teaching(c, saved.get("recent_prompts")),
         )
         last: dict[str, float] = {}
 
-        def evaluate(step: int) -> None:
-            if not c.evaluation.prompts:
-                return
-            last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
-            self.metrics.write("evaluation", step=step, metrics=last)
+        def evaluated(step: int, metrics: dict[str, float]) -> None:
+            last.update(metrics)
+            self.metrics.write("evaluation", step=step, metrics=metrics)
+
+        evaluations = Evaluations(
+            Evaluator(
+                c.evaluation.scorer,
+                self._scorer,
+                evaluation_prompts,
+                engine,
+                ledger,
+                config=c.evaluation,
+                shape=shape,
+                decode=decode,
+                sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
+                seed=c.seed,
+                final_answer=final_answer_of(c.evaluation.scorer),
+            ),
+            lambda done, total: self.metrics.progress("evaluation", done, total, "answers"),
+            evaluated,
+        )
+
+        def evaluate(step: int, beside: bool = False) -> None:
+            if c.evaluation.prompts:
+                evaluations.beside(step) if beside else evaluations.now(step)
 
         def save(state: RunState) -> None:
             self.metrics.progress("checkpoint", 0, 1)
@@ -213,7 +228,7 @@ class Run:
             metrics=self.metrics,
             state=self.state,
             save=save,
-            evaluate=evaluate,
+            evaluate=lambda step: evaluate(step, beside=c.overlaps_evaluation),
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped
@@ -227,23 +242,27 @@ class Run:
         return TrainResult(status, reason, self.state.step, run_dir, last)
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
-        task = Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
-        if task.skipped:
-            self.metrics.message(
-                "warning",
-                f"{task.skipped} of {len(self.trainer.rows)} rows are left out (task.too_long=skip): their prompts have more than "
-                f"{self.trainer.prompt_room} tokens, which is what fits beside sampling.max_new_tokens.",
-            )
+        task = make_task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
+        for text in task.notes:
+            self.metrics.message("warning", text)
         return task
 
-    def _context(self, task: Task) -> int:
+    def _evaluation_prompts(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+        """The prompts of evaluation, and the tokens of the longest one that is not among the task's."""
+        rows, count = self.trainer.evaluation_rows, self.config.evaluation.prompts
+        if rows is None:
+            return task.held_out_prompts(count), 0
+        prompts = Task(rows, evaluation_config(self.config), tokenizer, self.trainer.prompt_room).fixed_prompts(count)
+        return prompts, max(len(prompt.ids) for prompt in prompts)
+
+    def _context(self, task: Task, longest: int) -> int:
         """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
         c = self.config
         if c.engine.max_context is not None:
             return c.engine.max_context
         if task.longest is None:
             return self.trainer.source.context if self.trainer.directory is None else self.trainer.directory.max_context
-        return task.longest + c.sampling.max_new_tokens
+        return max(task.longest, longest) + c.sampling.max_new_tokens
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that was saved."""
@@ -265,7 +284,7 @@ class Run:
             model=c.model,
             parameters=parameters,
             steps=c.steps,
-            task=c.task.preset or c.data,
+            task=c.task.preset or (self.trainer.rows.source if c.task.mixture else c.data),
             loss=c.loss.name,
             recipe=f"{self.trainer.recipe.name} {self.trainer.recipe.digest[:12]}",
             coverage=audit(decoder.description.coverage, shape, parameters, decoder.context),

@@ -161,7 +161,12 @@ class Loop:
         self._describe(groups, out)
         out.update(self.ledger.step_metrics())
         out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
-        out.update(self.worker.rewards.take_faults())
+        for counted in (
+            self.worker.rewards.take_faults(),
+            self.worker.teaching.take_metrics(),
+            self.worker.task.metrics(),
+        ):
+            out.update(counted)
         tokens, rewarded = self.worker.counters.take()
         busy = self.engine.busy_seconds
         self.ledger.add("search", 0, max(0.0, busy - self._busy))
@@ -239,7 +244,6 @@ class Loop:
             spread = (sum((reward - mean) ** 2 for _, reward in scored) / len(scored)) ** 0.5
             out.add("reward", sum(reward for _, reward in scored), count=len(scored))
             out.add("reward_std", spread)
-            out.add("frac_reward_zero_std", not group.has_signal())
             for name, values in group.components.items():
                 known = [value for value in values if value is not None]
                 out.add(f"rewards/{name}/mean", sum(known), count=len(known))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.buffer import GroupBuffer
+from trtl_rl.config import RunConfig
 from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import RewardError
 from trtl_rl.flops import formulas
@@ -21,6 +22,7 @@ from trtl_rl.rewards.reward import Sample, ScoredBatch
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
+from trtl_rl.trainer.teaching import Teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +53,7 @@ class RolloutWorker:
         start: Index of the first prompt in the task's order; a resumed run goes on where it stopped.
         again: Indices that an interrupted run had started but not trained on: they come first.
         needs_logprobs: Whether the objective wants behaviour logprobs.
+        teaching: Passes over prompts and refills groups; ``None``: neither.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class RolloutWorker:
         start: int = 0,
         again: Iterable[int] = (),
         needs_logprobs: bool = False,
+        teaching: Teaching | None = None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling = shape, decode, sampling
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
+        self.teaching = teaching or Teaching(RunConfig())
         self.counters = Counters()
         self.next_index = start
         self._again = deque(again)
@@ -105,6 +110,7 @@ class RolloutWorker:
                 "next_index": self.next_index,
                 "untrained": sorted([*self._again, *waiting]),
                 "untrained_flops": spent,
+                "recent_prompts": self.teaching.state(),
             }
 
     def _run(self) -> None:
@@ -142,6 +148,9 @@ class RolloutWorker:
             with self._lock:
                 index = self._again[0] if self._again else self.next_index
                 id, occurrence = self._order.at(index)
+                while not self._again and self.teaching.skips(id, occurrence):
+                    index += 1
+                    id, occurrence = self._order.at(index)
                 group = Group(index, -1, self.task.prompt(id, occurrence))
                 self.buffer.start(group)
                 if self._again:
@@ -176,6 +185,8 @@ class RolloutWorker:
 
     def _close(self, done: Future[ScoredBatch]) -> None:
         """A group is scored: it is ready for training, or discarded with the reason counted."""
+        if self._failure is not None:
+            return  # the first failure ends the run
         try:
             scored, group = done.result(), self._scoring[done]
             self.ledger.add("feedback", scored.flops, scored.seconds)
@@ -192,12 +203,16 @@ class RolloutWorker:
                     self.buffer.discard(group, "fewer than two scored samples")
                     self._discards += 1
                     self._check_discards(group)
+                elif self.teaching.refill(group, self.search_flops(group)):
+                    self._discards = 0
+                    self.ledger.waste("zero_signal", self.search_flops(group))
+                    self.buffer.discard(group, "no signal")
                 else:
                     self._discards = 0
                     self.buffer.complete(group)
         except BaseException as error:
-            self._failure = error
-            self.buffer.fail(error)
+            self._failure = self._failure or error
+            self.buffer.fail(self._failure)
 
     def _check_failed(self) -> None:
         """End this thread when a reward has ended the run."""

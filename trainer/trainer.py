@@ -24,7 +24,7 @@ from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards
 from trtl_rl.rewards.reward import Reward, RewardFunction
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.tasks.presets import apply_preset
-from trtl_rl.tasks.rows import Rows, check_rows, open_rows
+from trtl_rl.tasks.rows import Rows, given_rows, open_evaluation_rows, open_rows
 from trtl_rl.trainer import checkpoint
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ class Trainer:
         self.directory = _engine_directory(self.config, self.source, self.recipe)
         self.prompt_room = _prompt_room(self.config, self.source, self.directory)
         _check_fault(self.config)
-        self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
-        check_rows(self.rows, self.config)
+        self.rows = given_rows(train_dataset, self.config) if train_dataset is not None else open_rows(self.config)
         if reward_funcs is None:
             self.rewards = load_rewards(self.config.rewards)
         else:
@@ -189,13 +188,21 @@ class Trainer:
 
     def evaluation_scorer(self) -> RewardRunner:
         """The evaluation target as a runner of its own."""
-        return RewardRunner(self._scorer, self.run_dir / "logs" / "rewards.log")
+        scorer = self._scorer if self.config.evaluation.prompts else []
+        return RewardRunner(scorer, self.run_dir / "logs" / "rewards.log")
 
     def _check_evaluation(self) -> None:
         c = self.config
-        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
+        self.evaluation_rows: Rows | None = None
+        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer, arguments=c.evaluation.arguments)])
         if c.evaluation.prompts:
-            check_columns(self._scorer, self.rows.columns)
+            if c.evaluation.own_data:
+                if c.data == GIVEN and c.evaluation.data is None:
+                    raise UserError("evaluation.split says nothing about train_dataset: name evaluation.data too.")
+                self.evaluation_rows = open_evaluation_rows(c)
+            check_columns(self._scorer, (self.evaluation_rows or self.rows).columns)
+        elif c.evaluation.own_data:
+            raise UserError("evaluation.data and evaluation.split need evaluation.prompts: how many of their rows.")
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
 

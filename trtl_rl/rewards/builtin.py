@@ -5,7 +5,9 @@ A function is a reward; a class makes one from its arguments.
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 from trtl_rl.errors import UserError
@@ -73,7 +75,7 @@ BUILT_IN: dict[str, Any] = {
     "math_answer": math_answer,
     "format_match": FormatMatch,
     "length_penalty": LengthPenalty,
-    "reasoning_gym": ("trtl_rl.rewards.reasoning", "reasoning_gym"),
+    "reasoning_gym": ("trtl_rl.rewards.reasoning", "ReasoningGym"),
     "reward_model": ("trtl_rl.rewards.reward_model", "RewardModel"),
     "http": ("trtl_rl.rewards.http", "HttpReward"),
 }
@@ -90,3 +92,13 @@ FINAL_ANSWER: dict[str, Any] = {
     "math_answer": ("trtl_rl.rewards.math_answer", "final_answer"),
     "reasoning_gym": ("trtl_rl.rewards.reasoning", "final_answer"),
 }
+
+
+def final_answer_of(name: str) -> Callable[[str], str | None] | None:
+    """How the answer that the reward ``name`` judges is found in a completion; ``None`` for a reward of the user's own."""
+    found = FINAL_ANSWER.get(name)
+    if not isinstance(found, tuple):
+        return found
+    module, attribute = found
+    function: Callable[[str], str | None] = getattr(importlib.import_module(module), attribute)
+    return function

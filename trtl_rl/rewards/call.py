@@ -35,9 +35,9 @@ async def call_async(function: RewardFunction, arguments: dict[str, Any], count:
         return Outcome.failed(count, "timeout", f"gave no answer within {limit:g} s", seconds)
     if task.cancelled():
         return Outcome.failed(count, "exception", "cancelled itself", seconds)
-    error = task.exception()
-    if error is not None:
-        return Outcome.failed(count, "exception", explain(error), seconds)
+    failure = task.exception()
+    if failure is not None:
+        return Outcome.failed(count, "exception", explain(failure), seconds)
     return _outcome(function, task.result(), count, seconds)
 
 

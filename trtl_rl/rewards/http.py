@@ -43,7 +43,7 @@ class HttpReward:
         self._headers = {name: _expand(str(value)) for name, value in (headers or {}).items()}
         self._session: Any = None
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Any:
         columns.pop("completion_ids", None)
         chosen = columns if self.columns is None else {name: columns[name] for name in self.columns}
         body = {"prompts": prompts, "completions": completions, "columns": chosen}
@@ -51,8 +51,7 @@ class HttpReward:
         if answer.status_code != 200:
             raise RuntimeError(f"{self.url} answered {answer.status_code} {answer.reason}: {answer.text[:500]}")
         found = answer.json()
-        values: list[float | None] = found.get("rewards") if isinstance(found, dict) else found
-        return values
+        return found.get("rewards") if isinstance(found, dict) else found
 
     def _open(self) -> Any:
         if self._session is None:  # not in __init__: a session stays in the process that made it

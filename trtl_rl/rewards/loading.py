@@ -63,7 +63,8 @@ def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
 
 
 def given_rewards(functions: Iterable[RewardFunction | Reward | str]) -> list[Reward]:
-    """Rewards from Python: functions, :class:`Reward` objects with settings, or names as in the configuration.
+    """Rewards from Python: functions, :class:`Reward` objects with settings, names as in the configuration, or, as in TRL,
+    names of sequence-classification models on the hub (``owner/model``).
 
     Raises:
         UserError: there are none, one is nothing that can be called, or it cannot travel to a worker process.
@@ -71,7 +72,7 @@ def given_rewards(functions: Iterable[RewardFunction | Reward | str]) -> list[Re
     rewards: list[Reward] = []
     for item in functions:
         if isinstance(item, str):
-            reward = load_rewards([RewardConfig(name=item)])[0]
+            reward = load_rewards([_config_of(item)])[0]
         elif isinstance(item, Reward):
             reward = item
         elif callable(item):
@@ -157,13 +158,19 @@ def load_function(config: RewardConfig, make: bool = True) -> RewardFunction:
             f"There is no built-in reward '{config.name}'.{nearest(config.name, BUILT_IN)} Built in: {', '.join(BUILT_IN)}. "
             "Your own is written file.py:function or package.module:function."
         )
-    found = _import(config.name)
+    found = import_named(config.name, f"Reward '{config.name}'")
     if not isinstance(found, type):
         return _bind(config, found)
     if not callable(getattr(found, "__call__", None)) or found.__call__ is type.__call__:  # noqa: B004
         raise UserError(f"Reward '{config.name}': the class has no method __call__.")
     _check_arguments(config, found)
     return _make(config, found) if make else InWorker(found)
+
+
+def _config_of(name: str) -> RewardConfig:
+    if "/" in name and ":" not in name:
+        return RewardConfig(name="reward_model", arguments={"model": name})
+    return RewardConfig(name=name)
 
 
 def _unique(base: str, rewards: Sequence[Reward]) -> str:
@@ -214,26 +221,27 @@ def _bind(config: RewardConfig, function: RewardFunction) -> RewardFunction:
     return functools.partial(function, **config.arguments) if config.arguments else function
 
 
-def _import(name: str) -> Any:
+def import_named(name: str, what: str) -> Any:
+    """What ``file.py:function`` or ``package.module:function`` names; ``what`` begins the messages of UserError."""
     place, _, attribute = name.rpartition(":")
-    module = _import_file(Path(place).expanduser(), name) if place.endswith(".py") else _import_module(place, name)
+    module = _import_file(Path(place).expanduser(), what) if place.endswith(".py") else _import_module(place, what)
     function = getattr(module, attribute, None)
     if function is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"Reward '{name}': {place} defines no '{attribute}'.{nearest(attribute, functions)}")
+        raise UserError(f"{what}: {place} defines no '{attribute}'.{nearest(attribute, functions)}")
     if not callable(function):
-        raise UserError(f"Reward '{name}': '{attribute}' is {type(function).__name__}, not a function.")
+        raise UserError(f"{what}: '{attribute}' is {type(function).__name__}, not a function.")
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
-        raise UserError(f"Reward '{name}': Python cannot tell its parameters. Wrap it in a `def`.") from None
+        raise UserError(f"{what}: Python cannot tell its parameters. Wrap it in a `def`.") from None
     return function
 
 
-def _import_file(path: Path, name: str) -> ModuleType:
+def _import_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
         siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"Reward '{name}': there is no file {path}.{nearest(path.name, siblings)}")
+        raise UserError(f"{what}: there is no file {path}.{nearest(path.name, siblings)}")
     _make_importable(path.resolve().parent)  # as for a script: the file may import its neighbours
     spec = importlib.util.spec_from_file_location(f"_trtl_rl_rewards_{path.stem}", path.resolve())
     assert spec is not None and spec.loader is not None
@@ -242,16 +250,16 @@ def _import_file(path: Path, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise _not_importable(name, error) from error
+        raise _not_importable(what, error) from error
     return module
 
 
-def _import_module(place: str, name: str) -> ModuleType:
+def _import_module(place: str, what: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(place)
     except Exception as error:
-        raise _not_importable(name, error) from error
+        raise _not_importable(what, error) from error
 
 
 def _make_importable(directory: Path) -> None:
@@ -259,8 +267,8 @@ def _make_importable(directory: Path) -> None:
         sys.path.append(str(directory))  # last: it hides no installed package
 
 
-def _not_importable(name: str, error: Exception) -> UserError:
+def _not_importable(what: str, error: Exception) -> UserError:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames and "importlib" not in frames[-1].filename else None
     where = f" ({last.filename}, line {last.lineno})" if last else ""
-    return UserError(f"Reward '{name}' cannot be imported: {type(error).__name__}: {error}{where}.")
+    return UserError(f"{what} cannot be imported: {type(error).__name__}: {error}{where}.")

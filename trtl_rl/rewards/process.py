@@ -54,7 +54,8 @@ class ProcessPool:
     """
 
     def __init__(self, reward: Reward, payload: bytes | None, log: Path | None) -> None:
-        self.reward, self.payload, self.log = reward, payload, log
+        self.reward, self.payload = reward, payload
+        self.output: Any = open(log, "ab") if log is not None else None  # noqa: SIM115 - closed by close()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._lines = [_Line(self, self._calls) for _ in range(reward.workers)]
 
@@ -71,6 +72,8 @@ class ProcessPool:
             line.close()
         for _ in self._lines:
             self._calls.put(None)
+        if self.output is not None:
+            self.output.close()
 
 
 class _Line:
@@ -115,20 +118,17 @@ class _Line:
         with self._lock:
             if self._closed:
                 return "the runner was closed"
-            output: Any = open(pool.log, "ab") if pool.log is not None else None  # noqa: SIM115 - closed below
             # A function's own thread pools get one thread: the cores belong to trainer and engine.
             environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=output if output is not None else 2,  # this process's own errors
-                stderr=output,
+                stdout=pool.output if pool.output is not None else 2,  # this process's own errors
+                stderr=pool.output,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the trainer only; and what the function starts dies with it
             )
-            if output is not None:
-                output.close()
         theirs.close()
         self._connection = Connection(ours.detach())
         config = pool.reward.config

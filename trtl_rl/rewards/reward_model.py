@@ -12,7 +12,7 @@ class RewardModel:
     """The single logit of a classification model for prompt and completion.
 
     With a chat template the model reads the conversation through it; otherwise the prompt's text followed by the
-    completion's. The model is loaded at the first call, in the process that calls.
+    completion's. The model is loaded in the process that calls, before its first call.
 
     Args:
         model: A directory or hub name with one label.
@@ -42,7 +42,7 @@ class RewardModel:
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
-        self._load()
+        self.prepare()
         fused = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         )  # torch counts its counterparts on a GPU only
@@ -76,7 +76,8 @@ class RewardModel:
         answer = {"role": "assistant", "content": text_of(completion)}
         return str(self._tokenizer.apply_chat_template([*messages, answer], tokenize=False))
 
-    def _load(self) -> None:
+    def prepare(self) -> None:
+        """Load the model. A worker process does so before its first call."""
         if self._model is not None:
             return
         from transformers import AutoModelForSequenceClassification, AutoTokenizer

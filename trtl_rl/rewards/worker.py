@@ -72,6 +72,7 @@ def main() -> None:
             import cloudpickle
 
             function = cloudpickle.loads(setup["function"])
+        getattr(function, "prepare", lambda: None)()  # what takes long and belongs to no call's time limit
     except BaseException as error:
         connection.send_bytes(pickle.dumps(explain(error)))
         return
