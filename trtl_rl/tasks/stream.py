@@ -53,7 +53,7 @@ class StreamRows(Rows):
             yield int(index), self._row(row)
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         """SHA-256 over column names and the first rows."""
         digest = hashlib.sha256(json.dumps(self.columns).encode())
         for row in self.first(_HASHED):
