@@ -13,6 +13,7 @@ from trtl_rl.cli.figures import (
     chart,
     clean,
     duration,
+    evaluation_cells,
     number,
     percent,
     quantity,
@@ -90,11 +91,11 @@ def _evaluations(view: View) -> Table | None:
     if first is None or last is None:
         return None
     columns = [first] if first[0] == last[0] else [first, last]
-    names = list(dict.fromkeys(name for _, metrics in columns for name in metrics))
+    found = [evaluation_cells(metrics) for _, metrics in columns]
+    names = list(dict.fromkeys(name for cells in found for name in cells))
     table = _table("evaluation", *("before" if step == 0 else f"step {step}" for step, _ in columns))
     for name in names:
-        cells = [number(metrics.get(name), 2) for _, metrics in columns]
-        table.add_row(clean(name.removeprefix("eval/")), *cells)
+        table.add_row(clean(name), *(cells.get(name, number(None)) for cells in found))
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
@@ -147,3 +147,19 @@ def chart(values: Sequence[float], height: int, levels: str = BLOCKS) -> list[st
     for line in range(height - 1, -1, -1):
         rows.append("".join(levels[min(max(unit - line * top, 0), top)] for unit in units))
     return rows
+
+
+def evaluation_cells(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The figures of an evaluation by name, each with its interval where it has one.
+
+    >>> evaluation_cells({"eval/exact": 0.5, "eval/exact/ci_low": 0.4, "eval/exact/ci_high": 0.6})
+    {'exact': '0.50 [0.40, 0.60]'}
+    """
+    cells = {}
+    for name, value in metrics.items():
+        if name.endswith(("/ci_low", "/ci_high")):
+            continue
+        low, high = metrics.get(f"{name}/ci_low"), metrics.get(f"{name}/ci_high")
+        interval = "" if low is None or high is None else f" [{number(low, 2)}, {number(high, 2)}]"
+        cells[name.removeprefix("eval/")] = number(value, 0 if "version" in name else 2) + interval
+    return cells

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtl_rl.cli.figures import clean, duration, number, percent
+from trtl_rl.cli.figures import clean, duration, evaluation_cells, number, percent
 from trtl_rl.cli.panels import coverage, facts, place
 from trtl_rl.cli.view import ROLES, View, progress_of
 from trtl_rl.metrics import Row
@@ -55,7 +55,7 @@ class PlainLines:
     def _evaluation(self) -> str:
         assert self._view.last_evaluation is not None, "the view has taken the row"
         step, metrics = self._view.last_evaluation
-        values = (f"{clean(name.removeprefix('eval/'))} {number(value, 2)}" for name, value in metrics.items())
+        values = (f"{clean(name)} {cell}" for name, cell in evaluation_cells(metrics).items())
         return f"evaluation at step {step}  " + "  ".join(values)
 
 

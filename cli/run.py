@@ -59,6 +59,6 @@ def _configuration(settings: list[str], resume: Path | None) -> RunConfig:
 
 
 def _names_own_work(settings: list[str]) -> bool:
-    """Whether the command line names a model or data: then the demo's settings do not apply."""
+    """Whether the command line names a model, data or a preset: then the demo's settings do not apply."""
     pairs = [text.partition("=") for text in settings]
-    return any(key in ("model", "data") and value != "demo" for key, _, value in pairs)
+    return any(key in ("model", "data", "task.preset") and value != "demo" for key, _, value in pairs)

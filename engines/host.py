@@ -99,7 +99,7 @@ class HostedEngine:
         self._answers: dict[int, Future[Any]] = {}
         self._calls = itertools.count()
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
-        self._probes: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
+        self._probes: dict[int, queue.SimpleQueue[Completion]] = {}  # of each request: several threads may probe
         self._version = -1
         self._failure: str | None = None
         self._repeats = False
@@ -194,8 +194,16 @@ class HostedEngine:
 
     def probe(self, requests: Sequence[Request]) -> list[Completion]:
         assert all(request.id < 0 for request in requests), "probes have negative ids"
-        self.submit(requests)
-        missing = sum(request.samples for request in requests)
+        mine: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._probes.update({request.id: mine for request in requests})
+        try:
+            self.submit(requests)
+            return self._probed(mine, sum(request.samples for request in requests))
+        finally:
+            for request in requests:
+                del self._probes[request.id]
+
+    def _probed(self, mine: queue.SimpleQueue[Completion], missing: int) -> list[Completion]:
         found: list[Completion] = []
         silent = (
             0.0  # by turns of waiting, not by the clock: while this process is stopped itself, nobody can answer it
@@ -203,7 +211,7 @@ class HostedEngine:
         while len(found) < missing:
             turn = min(HEARTBEAT, self._timeout)
             try:
-                found += self._probes.get(timeout=turn)
+                found.append(mine.get(timeout=turn))
                 silent = 0.0
             except queue.Empty:
                 self._check()
@@ -314,12 +322,11 @@ class HostedEngine:
                 if "completions" in message:
                     done = [Completion(**fields) for fields in message["completions"]]
                     self._unanswered.came(done, message["busy_seconds"], message.get("progress"))
-                    for target, chosen in (
-                        (self._completions, [c for c in done if c.request_id >= 0]),
-                        (self._probes, [c for c in done if c.request_id < 0]),
-                    ):
-                        if chosen:
-                            target.put(chosen)
+                    for completion in done:
+                        if completion.request_id in self._probes:  # else its caller gave up
+                            self._probes[completion.request_id].put(completion)
+                    if rollouts := [completion for completion in done if completion.request_id >= 0]:
+                        self._completions.put(rollouts)
                 elif "failed" in message:
                     self._failure, self._repeats = message["failed"], message["repeats"]
                 else:

@@ -66,7 +66,7 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, key: str, meant
         ("loss.name=ppo", "loss.name: .*'asympo'"),
         ("loss.alpha=2", "loss.alpha"),
         ("loss=spo", r"loss takes keys of its own \(name, floor, .*got 'spo'"),
-        ("rewards=3", r"rewards.0 takes keys of its own \(name, weight, arguments\)"),
+        ("rewards=3", r"rewards.0 takes keys of its own \(name, weight, arguments, .*\)"),
         ("model.path=x", "model: .*string"),
     ],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,11 @@ import pytest
 
 from trtl_rl.config_parts import RewardConfig
 from trtl_rl.errors import RewardError, UserError
-from trtl_rl.rewards.builtin import exact_match, format_match, length_penalty, math_answer
-from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards
+from trtl_rl.rewards.builtin import FormatMatch, LengthPenalty, exact_match
+from trtl_rl.rewards.loading import check_columns, load_rewards
+from trtl_rl.rewards.math_answer import math_answer
+from trtl_rl.rewards.reward import Reward, Sample, ScoredBatch
+from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Prompt
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"
@@ -23,9 +27,22 @@ def prompts(count: int, **columns: Any) -> list[Prompt]:
     return [Prompt(id=10 + i, occurrence=0, ids=[1], text=f"question {i}", columns=dict(columns)) for i in range(count)]
 
 
+def samples(prompts: list[Prompt], texts: list[str], ids: list[list[int]]) -> list[Sample]:
+    return [Sample((0, i), *item) for i, item in enumerate(zip(prompts, texts, ids, strict=True))]
+
+
+def run(rewards: list[Reward], prompts: list[Prompt], texts: list[str], ids: list[list[int]]) -> ScoredBatch:
+    """One call, in this process."""
+    runner = RewardRunner([dataclasses.replace(reward, in_process=True) for reward in rewards])
+    try:
+        return runner.submit(samples(prompts, texts, ids)).result(30)
+    finally:
+        runner.close()
+
+
 def score(function: Callable[..., Any], count: int = 3, **columns: Any) -> list[float | None]:
-    runner = RewardRunner([Reward("fake", function)])
-    batch = runner.score(prompts(count, **columns), [f"text {i}" for i in range(count)], [[i] for i in range(count)])
+    rewards = [Reward("fake", function)]
+    batch = run(rewards, prompts(count, **columns), [f"text {i}" for i in range(count)], [[i] for i in range(count)])
     assert batch.total == batch.components["fake"]
     return batch.total
 
@@ -98,17 +115,17 @@ def test_math_answer_works_outside_the_main_thread() -> None:
 
 
 def test_format_match_searches_and_refuses_a_broken_pattern() -> None:
-    assert format_match(r"####\s*\d+$")(completions=["x\n#### 12", "#### 12 pens"]) == [1.0, 0.0]
+    assert FormatMatch(r"####\s*\d+$")(completions=["x\n#### 12", "#### 12 pens"]) == [1.0, 0.0]
     with pytest.raises(UserError, match=r"'\('.*no regular expression"):
-        format_match("(")
+        FormatMatch("(")
 
 
 def test_length_penalty_follows_the_published_formula_at_its_corners() -> None:
     lengths = [0, 6, 7, 8, 10, 11, 50]
-    values = length_penalty(max_tokens=10, buffer_tokens=4)(completion_ids=[[0] * n for n in lengths])
+    values = LengthPenalty(max_tokens=10, buffer_tokens=4)(completion_ids=[[0] * n for n in lengths])
     assert values == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
     with pytest.raises(UserError, match="buffer_tokens <= max_tokens"):
-        length_penalty(max_tokens=10, buffer_tokens=11)
+        LengthPenalty(max_tokens=10, buffer_tokens=11)
 
 
 def test_a_mistyped_built_in_names_the_nearest() -> None:
@@ -141,7 +158,7 @@ def test_a_function_is_loaded_from_a_file_and_from_a_module(tmp_path: Path, monk
     ]
     rewards = load_rewards(configs)
     assert [reward.name for reward in rewards] == ["length", "length_2"]
-    batch = RewardRunner(rewards).score(prompts(1, bonus=99.0), ["abc"], [[1]])
+    batch = run(rewards, prompts(1, bonus=99.0), ["abc"], [[1]])
     assert batch.components == {"length": [9.0], "length_2": [7.0]}  # an argument wins over a column
     assert batch.total == [0.5 * 9.0 + 7.0]
 
@@ -210,7 +227,7 @@ def test_a_function_that_empties_its_lists_does_not_starve_the_next() -> None:
         return [float(len(completions)), float(len(completion_ids[0]))]
 
     ids = [[1], [2]]
-    batch = RewardRunner([Reward("greedy", greedy), Reward("count", count)]).score(prompts(2), ["a", "b"], ids)
+    batch = run([Reward("greedy", greedy), Reward("count", count)], prompts(2), ["a", "b"], ids)
     assert batch.components["count"] == [2.0, 1.0]
     assert ids == [[1], [2]]
 
@@ -223,7 +240,7 @@ def test_numbers_of_all_kinds_become_floats() -> None:
 
 def test_none_from_any_function_excludes_the_sample() -> None:
     rewards = [Reward("a", lambda **c: [1.0, None, 3.0], weight=2.0), Reward("b", lambda **c: [None, 1.0, -1.0])]
-    batch = RewardRunner(rewards).score(prompts(3), ["", "", ""], [[], [], []])
+    batch = run(rewards, prompts(3), ["", "", ""], [[], [], []])
     assert batch.total == [None, None, 5.0]
     assert batch.components == {"a": [1.0, None, 3.0], "b": [None, 1.0, -1.0]}
 
@@ -231,12 +248,12 @@ def test_none_from_any_function_excludes_the_sample() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0, 2.0], "returned 2 values for 3 completions"),
-        ([1.0, 2.0, 3.0, 4.0], "returned 4 values for 3 completions"),
-        (1.0, "returned float, not a list of 3"),
-        (None, "returned NoneType, not a list of 3"),
-        ("100", "returned str, not a list"),
-        ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list"),
+        ([1.0, 2.0], r"returned 2 values on prompt 10 \(samples 0 to 2\): there are 3"),
+        ([1.0, 2.0, 3.0, 4.0], "returned 4 values .* there are 3 completions"),
+        (1.0, "returned float .* not a list of 3"),
+        (None, "returned NoneType .* not a list of 3"),
+        ("100", "returned str .* not a list"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict .* not a list"),
         ([0.0, float("nan"), 0.0], r"returned nan for sample 1 \(prompt 11\)"),
         ([0.0, 0.0, float("-inf")], r"returned -inf for sample 2 \(prompt 12\)"),
         ([10**400, 0.0, 0.0], r"returned 1000.* for sample 0 \(prompt 10\): rewards must be finite"),
@@ -271,13 +288,13 @@ def test_async_functions_wait_together_on_one_living_loop() -> None:
         await asyncio.sleep(0.2)
         return [1.0] * len(completions)
 
-    runner = RewardRunner([Reward(f"slow_{i}", slow) for i in range(4)])
+    runner = RewardRunner([Reward(f"slow_{i}", slow, in_process=True) for i in range(4)])
     start = time.monotonic()
-    assert runner.score(prompts(2), ["a", "b"], [[1], [2]]).total == [4.0, 4.0]
+    assert runner.score(samples(prompts(2), ["a", "b"], [[1], [2]])).total == [4.0, 4.0]
     assert time.monotonic() - start < 0.6  # one after another they take 0.8 s
 
     async def from_a_running_loop() -> list[float | None]:
-        return runner.score(prompts(1), ["a"], [[1]]).total
+        return runner.score(samples(prompts(1), ["a"], [[1]])).total
 
     assert asyncio.run(from_a_running_loop()) == [4.0]
     assert len(loops) == 1

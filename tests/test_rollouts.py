@@ -12,7 +12,8 @@ from trtl_rl.errors import EngineError, RewardError, UserError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
-from trtl_rl.rewards.runner import Reward, RewardRunner
+from trtl_rl.rewards.reward import Reward
+from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Prompt, Request, Sampling
 from trtl_rl.trainer import signs
 from trtl_rl.trainer.rollouts import DISCARD_LIMIT, RolloutWorker
@@ -100,7 +101,7 @@ def worker(
     fakes: Any = (engine, FakeTask())
     return RolloutWorker(
         *fakes,
-        RewardRunner([Reward("fake", reward)]),
+        RewardRunner([Reward("fake", reward, in_process=True)]),
         buffer,
         Ledger(parameters=1, reward_system="fake"),
         shape=SHAPE,

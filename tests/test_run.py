@@ -206,7 +206,10 @@ def broken(completions: list[str], **rest: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (none, r"5 groups in a row had to be left out, last prompt \d+: fewer than two scored samples, since none returned None"),
+        (
+            none,
+            r"5 groups in a row had to be left out, last prompt \d+: fewer than two scored samples, since none returned None",
+        ),
         pytest.param(not_a_number, r"Reward 'not_a_number' returned nan for sample 0", marks=pytest.mark.slow),
         pytest.param(broken, r"(?s)Reward 'broken' failed .*the judge's own words", marks=pytest.mark.slow),
     ],

@@ -9,7 +9,9 @@ import pytest
 
 from trtl_rl.config import RunConfig, load_config, validate_config
 from trtl_rl.errors import UserError
-from trtl_rl.rewards.runner import RewardRunner, check_columns, load_rewards
+from trtl_rl.rewards.loading import check_columns, load_rewards
+from trtl_rl.rewards.reward import Sample
+from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, check_rows, open_rows
 from trtl_rl.tasks.task import Task
@@ -205,7 +207,9 @@ def test_the_gsm8k_example_fits_the_published_files(write: Callable[[str, str], 
     prompt = Task(rows, config, tokenizer(), 1000).prompt(0, 0)
     assert prompt.text.startswith("<s>How many are 2 and 3?")
     texts = ["2 + 3 = 5\n#### 5", "2 + 3 = 6\n#### 6", "It is 5."]
-    scored = RewardRunner(rewards).score([prompt] * 3, texts, [[1], [2], [3]])
+    runner = RewardRunner(rewards)
+    scored = runner.score([Sample((0, i), prompt, text, [i]) for i, text in enumerate(texts)])
+    runner.close()
     assert scored.components == {"math_answer": [1.0, 0.0, 1.0], "format_match": [1.0, 1.0, 0.0]}
 
 

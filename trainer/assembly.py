@@ -17,18 +17,21 @@ from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.rewards.runner import RewardRunner
-from trtl_rl.rollout import Sampling
+from trtl_rl.rewards.builtin import final_answer_of
+from trtl_rl.rollout import Prompt, Sampling
+from trtl_rl.tasks.rows import evaluation_config
+from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_start import EngineStart, make_engines
-from trtl_rl.trainer.evaluate import Evaluator
+from trtl_rl.trainer.evaluate import Evaluations, Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.record import RolloutRecord
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
 from trtl_rl.trainer.saver import Saver
 from trtl_rl.trainer.state import RunState
+from trtl_rl.trainer.teaching import Teaching
 from trtl_rl.trainer.trainer import Trainer, TrainResult
 from trtl_rl.versions import versions
 
@@ -47,7 +50,7 @@ class Run:
         self.trainer, self.config, self.metrics, self.started = trainer, trainer.config, metrics, started
         self.state = RunState()
         self._engine: Engines | None = None
-        self._rewards = RewardRunner(trainer.rewards)
+        self._rewards = trainer.reward_runner(metrics)
         self._loop: Loop | None = None
         self._worker: RolloutWorker | None = None
         self._scorer = trainer.evaluation_scorer()
@@ -105,7 +108,8 @@ class Run:
         task = self._make_task(tokenizer)
         identity["task.too_long skips"] = task.skipped
         resume.check_same_run(identity, saved.get("identity", identity))
-        context = self._context(task)
+        evaluation_prompts, longest = self._evaluation_prompts(task, tokenizer)
+        context = self._context(task, longest)
         phases.next()
         recipe = self.trainer.recipe
         model = load_model(self.trainer.source.path, recipe, found)
@@ -192,6 +196,7 @@ class Run:
             again=again,
             needs_logprobs=loss.needs_behaviour_logprobs,
             tell=self.metrics.message,
+            teaching=Teaching(c, saved["rollouts"]["recent_prompts"] if saved else None),
         )
         if saved:
             about = buffer_state.restore(
@@ -199,17 +204,6 @@ class Run:
             )
             if about is not None:
                 self.metrics.message("info", about)
-        evaluator = Evaluator(
-            c.evaluation.scorer,
-            self._scorer,
-            task.held_out_prompts(c.evaluation.prompts),
-            engine,
-            ledger,
-            shape=shape,
-            decode=decode,
-            sampling=sampling,
-            seed=c.seed,
-        )
         record = RolloutRecord(run_dir / "rollouts", c.rollouts.keep)
         saver = Saver(
             run_dir,
@@ -238,16 +232,39 @@ class Run:
         evaluated = set(rewound.evaluated)
         last: dict[str, float] = {}
 
-        def evaluate(step: int) -> None:
-            if not c.evaluation.prompts or step in evaluated:
-                return
-            evaluated.add(step)
-            last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
-            saver.add_to(self.state)  # whoever finds the row finds what it cost
-            saver.write_ledger()
-            self.metrics.write("evaluation", step=step, metrics=last)
+        def told(step: int, metrics: dict[str, float], beside: bool) -> None:
+            last.update(metrics)
+            if not beside:  # whoever finds the row finds what it cost
+                saver.add_to(self.state)
+                saver.write_ledger()
+            self.metrics.write("evaluation", step=step, metrics=metrics)
+
+        evaluations = Evaluations(
+            Evaluator(
+                c.evaluation.scorer,
+                self._scorer,
+                evaluation_prompts,
+                engine,
+                ledger,
+                config=c.evaluation,
+                shape=shape,
+                decode=decode,
+                sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
+                seed=c.seed,
+                final_answer=final_answer_of(c.evaluation.scorer),
+            ),
+            lambda done, total: self.metrics.progress("evaluation", done, total, "answers"),
+            told,
+        )
+
+        def evaluate(step: int, beside: bool = False) -> None:
+            if c.evaluation.prompts and step not in evaluated:
+                evaluated.add(step)
+                evaluations.beside(step) if beside else evaluations.now(step)
 
         self._describe(decoder, kernels, shape, parameters, first if saved else None, rewound)
+        self._rewards.wait_ready()
+        self._scorer.wait_ready()
         due = first == 0 or (c.evaluation.every and first % c.evaluation.every == 0)
         if due and not self._stopped:
             evaluate(first)
@@ -262,7 +279,7 @@ class Run:
             state=self.state,
             save=saver.try_to_save,
             record=record.write,
-            evaluate=evaluate,
+            evaluate=lambda step: evaluate(step, beside=c.overlaps_evaluation),
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped
@@ -287,23 +304,27 @@ class Run:
         return rewound
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
-        task = Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
-        if task.skipped:
-            self.metrics.message(
-                "warning",
-                f"{task.skipped} of {len(self.trainer.rows)} rows are left out (task.too_long=skip): their prompts have more than "
-                f"{self.trainer.prompt_room} tokens, which is what fits beside sampling.max_new_tokens.",
-            )
+        task = make_task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)
+        for text in task.notes:
+            self.metrics.message("warning", text)
         return task
 
-    def _context(self, task: Task) -> int:
+    def _evaluation_prompts(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+        """The prompts of evaluation, and the tokens of the longest one that is not among the task's."""
+        rows, count = self.trainer.evaluation_rows, self.config.evaluation.prompts
+        if rows is None:
+            return task.held_out_prompts(count), 0
+        prompts = Task(rows, evaluation_config(self.config), tokenizer, self.trainer.prompt_room).fixed_prompts(count)
+        return prompts, max(len(prompt.ids) for prompt in prompts)
+
+    def _context(self, task: Task, longest: int) -> int:
         """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
         c = self.config
         if c.engine.max_context is not None:
             return c.engine.max_context
         if task.longest is None:
             return self.trainer.source.context if self.trainer.directory is None else self.trainer.directory.max_context
-        return task.longest + c.sampling.max_new_tokens
+        return max(task.longest, longest) + c.sampling.max_new_tokens
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that was saved."""
@@ -331,7 +352,7 @@ class Run:
             model=c.model,
             parameters=parameters,
             steps=c.steps,
-            task=c.task.preset or c.data,
+            task=c.task.preset or (self.trainer.rows.source if c.task.mixture else c.data),
             loss=c.loss.name,
             recipe=f"{self.trainer.recipe.name} {self.trainer.recipe.digest[:12]}",
             coverage=audit(decoder.description.coverage, shape, parameters, decoder.context),

@@ -33,6 +33,7 @@ def to_json(position: Position, made_with: dict[str, Any]) -> dict[str, Any]:
         "discarded": [[*_names(group), reason] for group, reason in position.discarded],
         "discards": position.discards,
         "tokens": position.tokens,
+        "recent_prompts": position.recent_prompts,
         "made_with": made_with,
     }
 

@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from trtl_rl.config_parts import EvaluationConfig
 from trtl_rl.engines.engine import RolloutEngine
+from trtl_rl.errors import RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
-from trtl_rl.rollout import Prompt, Request, Sampling
+from trtl_rl.rollout import Completion, Prompt, Request, Sampling
+from trtl_rl.trainer.estimates import Estimate, estimate, majority, pass_at_k, powers_up_to
 
 _CHUNK = 256  # prompts between two signs of progress
 
+Progress = Callable[[int, int], None]
+FinalAnswer = Callable[[str], str | None]
+
+
+@dataclass
+class _Answered:
+    """A prompt's answers that were scored.
+
+    Attributes:
+        scores, texts: One per completion; those that the scorer excluded are left out.
+    """
+
+    scores: list[float]
+    texts: list[str]
+
 
 class Evaluator:
-    """Scores a greedy and a sampled answer of every prompt at the engine's current version.
+    """Scores a greedy answer and sampled answers of every prompt.
 
-    FLOPs are counted apart from the three roles.
+    Metrics, with n = ``config.samples`` and NAME the scorer:
+
+    ``eval/NAME``, ``eval/greedy_NAME``
+        mean score of sampled and of greedy answers (mean@n and mean@1), over prompts
+    ``eval/NAME/pass_at_k``
+        k = 1, 2, 4, …, n, where n > 1: unbiased (:func:`pass_at_k`)
+    ``eval/NAME/maj_at_n``
+        the majority's answer, where n > 1 and ``final_answer`` is known
+    ``…/ci_low``, ``…/ci_high``
+        95 % interval of each of these (:func:`estimate`)
+    ``eval/version_first``, ``eval/version_last``
+        weight versions that the answers are from
+
+    All answers are asked for at one version, and beside a training that goes on a refit may come in between: then
+    completions under way finish with the new weights or the old ones, as ``buffer.in_flight`` says for rollouts, and those
+    that begin later have the new ones. So the figure is stamped with the range of versions over all its tokens, never with
+    one version that it does not have. FLOPs are counted apart from the three roles.
 
     Args:
-        name: What is measured, for metric names: ``eval/<name>`` (sampled) and ``eval/greedy_<name>``.
+        name: What is measured.
+        sampling: Of the sampled answers.
+        final_answer: Finds the answer in a completion for majority votes; ``None``: no such figure.
     """
 
     def __init__(
@@ -32,46 +71,139 @@ class Evaluator:
         engine: RolloutEngine,
         ledger: Ledger,
         *,
+        config: EvaluationConfig,
         shape: ModelShape,
         decode: Callable[[list[int]], str],
         sampling: Sampling,
         seed: int,
+        final_answer: FinalAnswer | None = None,
     ) -> None:
-        self.name, self.scorer, self.prompts = name, scorer, prompts
+        self.name, self.scorer, self.prompts, self.config = name, scorer, prompts, config
         self.engine, self.ledger, self.shape, self.decode = engine, ledger, shape, decode
-        self.sampling, self.seed = sampling, seed
+        self.sampling, self.seed, self.final_answer = sampling, seed, final_answer
         self._asked = 10**9  # ids of its requests, apart from those of parity probes
 
-    def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
-        """``eval/…`` metrics; answers without a score are left out of the mean, and a mean of nothing is left out.
+    def run(self, progress: Progress = lambda done, total: None) -> dict[str, float]:
+        """``eval/…`` metrics. Answers without a score are left out; prompts without any scored answer too.
 
         Args:
             progress: Called with the answers that are there and their total.
+
+        Raises:
+            RewardError: the scorer failed.
+            EngineError: the engine did.
         """
         greedy = Sampling(self.sampling.temperature, self.sampling.max_new_tokens, greedy=True)
         out: dict[str, float] = {}
-        total = 2 * len(self.prompts)
-        for i, (name, sampling) in enumerate([(self.name, self.sampling), (f"greedy_{self.name}", greedy)]):
-            known: list[float] = []
+        versions: list[int] = []
+        n = self.config.samples
+        total, done = (n + 1) * len(self.prompts), 0
+        for name, sampling, samples in ((self.name, self.sampling, n), (f"greedy_{self.name}", greedy, 1)):
+            found: list[_Answered] = []
             for start in range(0, len(self.prompts), _CHUNK):
-                progress(i * len(self.prompts) + start, total)
-                known += self._score(self.prompts[start : start + _CHUNK], sampling)
-            if known:
-                out[f"eval/{name}"] = sum(known) / len(known)
+                progress(done, total)
+                chunk = self.prompts[start : start + _CHUNK]
+                found += self._answer(chunk, sampling, samples, versions)
+                done += len(chunk) * samples
+            out.update(self._figures(f"eval/{name}", [item for item in found if item.scores], samples))
         progress(total, total)
+        return {**out, "eval/version_first": min(versions), "eval/version_last": max(versions)}
+
+    def _figures(self, name: str, found: list[_Answered], samples: int) -> dict[str, float]:
+        if not found:
+            return {}
+        out = _entry(name, estimate([sum(item.scores) / len(item.scores) for item in found]))
+        if samples == 1:
+            return out
+        right = [[score >= self.config.pass_score for score in item.scores] for item in found]
+        for k in powers_up_to(samples):
+            values = [pass_at_k(len(goods), sum(goods), k) for goods in right if len(goods) >= k]
+            if values:
+                out.update(_entry(f"{name}/pass_at_{k}", estimate(values)))
+        if self.final_answer is not None:
+            votes = [
+                majority([self.final_answer(text) for text in item.texts], goods)
+                for item, goods in zip(found, right, strict=True)
+            ]
+            out.update(_entry(f"{name}/maj_at_{samples}", estimate(votes)))
         return out
 
-    def _score(self, prompts: list[Prompt], sampling: Sampling) -> list[float]:
+    def _answer(self, prompts: list[Prompt], sampling: Sampling, samples: int, versions: list[int]) -> list[_Answered]:
         start = time.perf_counter()
+        by_request: dict[int, list[Completion]] = {}
         requests = []
         for prompt in prompts:
             self._asked += 1
-            requests.append(Request(-self._asked, prompt.ids, 1, sampling, (self.seed, prompt.id, -1)))
-        answers = {completion.request_id: completion for completion in self.engine.probe(requests)}
-        completions = [answers[request.id] for request in requests]
-        pairs = zip(prompts, completions, strict=True)
-        flops = sum(formulas.rollout(self.shape, len(prompt.ids), [len(done.ids)]) for prompt, done in pairs)
+            by_request[-self._asked] = []
+            requests.append(Request(-self._asked, prompt.ids, samples, sampling, (self.seed, prompt.id, -1)))
+        for completion in self.engine.probe(requests):
+            by_request[completion.request_id].append(completion)
+            versions += [completion.version_first, completion.version_last]
+        answers = [sorted(by_request[request.id], key=lambda item: item.sample) for request in requests]
+        flops = sum(
+            formulas.rollout(self.shape, len(prompt.ids), [len(item.ids) for item in items])
+            for prompt, items in zip(prompts, answers, strict=True)
+        )
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
-        texts = [self.decode(completion.ids) for completion in completions]
-        scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total
-        return [score for score in scores if score is not None]
+        to_score = [
+            Sample((i, item.sample), prompt, self.decode(item.ids), item.ids)
+            for i, (prompt, items) in enumerate(zip(prompts, answers, strict=True))
+            for item in items
+        ]
+        scored = self.scorer.score(to_score)
+        if scored.flops:
+            self.ledger.apart("evaluation", scored.flops, scored.seconds)
+        found = [_Answered([], []) for _ in prompts]
+        for sample, score in zip(to_score, scored.total, strict=True):
+            if score is not None:
+                found[sample.id[0]].scores.append(score)
+                found[sample.id[0]].texts.append(sample.text)
+        return found
+
+
+class Evaluations:
+    """Runs evaluations at once, or in a thread beside training, one at a time.
+
+    Args:
+        write: Takes the step at which an evaluation was asked for, its metrics, and whether it ran beside training.
+    """
+
+    def __init__(
+        self, evaluator: Evaluator, progress: Progress, write: Callable[[int, dict[str, float], bool], None]
+    ) -> None:
+        self._evaluator, self._progress, self._write = evaluator, progress, write
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def now(self, step: int) -> None:
+        """Evaluate and wait. Raises what the evaluation, or one before it, has raised."""
+        self.wait()
+        self._write(step, self._evaluator.run(self._progress), False)
+
+    def beside(self, step: int) -> None:
+        """Begin an evaluation, after the one before has ended. Raises what that one has raised."""
+        self.wait()
+
+        def work() -> None:
+            try:
+                self._write(step, self._evaluator.run(self._progress), True)
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=work, name="evaluation", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the evaluation under way. Raises what it has raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            if isinstance(failure, RewardError):
+                raise RewardError(f"The evaluation's scorer: {failure}") from failure
+            raise failure
+
+
+def _entry(name: str, value: Estimate) -> dict[str, float]:
+    return {name: value.mean, f"{name}/ci_low": value.low, f"{name}/ci_high": value.high}

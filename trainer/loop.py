@@ -178,6 +178,12 @@ class Loop:
         self._describe(groups, out)
         out.update(self.ledger.step_metrics())
         out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
+        for counted in (
+            self.worker.rewards.take_faults(),
+            self.worker.teaching.take_metrics(),
+            self.worker.task.metrics(),
+        ):
+            out.update(counted)
         tokens, rewarded = self.worker.counters.take()
         refitted = time.perf_counter()
         busy = max(self._busy, self.engine.busy_seconds)

@@ -27,7 +27,7 @@ from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
 from trtl_rl.rollout import Request, Sampling
 from trtl_rl.tasks.rows import open_rows
-from trtl_rl.tasks.task import Task
+from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.loading import load_model
 from trtl_rl.trainer.parity_check import Parity, Progress, check
@@ -283,7 +283,7 @@ class Subject:
 
     def _task_prompts(self, config: RunConfig, room: int) -> list[list[int]]:
         """The first prompts in the order of the run."""
-        task = Task(open_rows(config), config, load_tokenizer(self.source.path), room)
+        task = make_task(open_rows(config), config, load_tokenizer(self.source.path), room)
         order = task.order(config.seed)
         return [task.prompt(*order.at(i)).ids for i in range(self.options.prompts)]
 

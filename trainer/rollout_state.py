@@ -35,6 +35,7 @@ class Position:
         ready: Groups that wait to be trained on; what they cost is counted.
         discarded: Groups that were discarded and not yet reported, with the reasons; ``discards`` counts all.
         tokens: Generated since the loop last took the counters.
+        recent_prompts: How prompts fared, of those that may be passed over.
         ledger: State of the ledger.
     """
 
@@ -44,6 +45,7 @@ class Position:
     discarded: list[tuple[Group, str]]
     discards: dict[str, int]
     tokens: int
+    recent_prompts: dict[str, Any]
     ledger: dict[str, Any]
 
 

@@ -7,9 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING
 
 from trtl_rl.buffer import GroupBuffer
+from trtl_rl.config import RunConfig
 from trtl_rl.engines.pool import Engines
 from trtl_rl.engines.supervisor import WorkLost
 from trtl_rl.errors import EngineError, RewardError
@@ -17,11 +20,13 @@ from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger, Waste
 from trtl_rl.metrics import Tell
+from trtl_rl.rewards.reward import Sample, ScoredBatch
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer.rollout_state import Attempt, Counters, Position
 from trtl_rl.trainer.signs import Signs
+from trtl_rl.trainer.teaching import Teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +47,7 @@ class RolloutWorker:
         again: Indices that an interrupted run had started but not trained on: they come first.
         needs_logprobs: Whether the objective wants behaviour logprobs.
         tell: Takes messages for people: level and text.
+        teaching: Passes over prompts and refills groups; ``None``: neither.
 
     Attributes:
         doing: What the thread is at, for people.
@@ -64,10 +70,12 @@ class RolloutWorker:
         again: Iterable[int] = (),
         needs_logprobs: bool = False,
         tell: Tell = lambda level, text: None,
+        teaching: Teaching | None = None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
+        self.teaching = teaching or Teaching(RunConfig())
         self.counters = Counters()
         self.next_index = start
         self.doing = "it was not started"
@@ -77,6 +85,8 @@ class RolloutWorker:
         self._open: dict[int, Attempt] = {}
         self._lost: dict[int, Attempt] = {}  # cancelled, and not yet all back
         self._repeat: list[Group] = []  # to be asked for again
+        self._scoring: dict[Future[ScoredBatch], Group] = {}  # generated, not yet charged and closed
+        self._failure: BaseException | None = None  # of a reward
         self._signs = Signs()
         self._discards = 0
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
@@ -112,6 +122,7 @@ class RolloutWorker:
                 discarded=self.buffer.report_discarded(clear=False),
                 discards=dict(self.buffer.discarded),
                 tokens=self.counters.tokens,
+                recent_prompts=self.teaching.state(),
                 ledger=self.ledger.state_dict(),
             )
 
@@ -127,6 +138,8 @@ class RolloutWorker:
                     self._turn()
                 except WorkLost as lost:
                     self._take_back(lost)
+                if self._failure is not None:
+                    raise self._failure
             self._cancel()
         except BaseException as error:
             self.buffer.fail(error)
@@ -140,6 +153,10 @@ class RolloutWorker:
             self._collect(completions)
             if (passed := self._signs.passed()) is not None:
                 self._check_leases(passed)
+        elif scoring := list(self._scoring):
+            self.doing = self._awaits_rewards()
+            self._signs.pause()
+            wait_for(scoring, TURN, FIRST_COMPLETED)
         else:
             self.doing = "it waits for room in the buffer"
             self._signs.pause()
@@ -151,6 +168,9 @@ class RolloutWorker:
             with self._lock:
                 index = self._again[0] if self._again else self.next_index
                 id, occurrence = self._order.at(index)
+                while not self._again and self.teaching.skips(id, occurrence):
+                    index += 1
+                    id, occurrence = self._order.at(index)
                 group = Group(index, -1, self.task.prompt(id, occurrence))
                 self.buffer.start(group)
                 if self._again:
@@ -171,8 +191,7 @@ class RolloutWorker:
             self.engine.submit(requests)
 
     def _collect(self, completions: list[Completion]) -> None:
-        """Sort completions into their groups, and score those that are whole."""
-        finished = []
+        """Sort completions into their groups, and have those scored that are whole."""
         for completion in completions:
             attempt = self._open.get(completion.request_id) or self._lost[completion.request_id]
             attempt.completions.append(completion)
@@ -189,9 +208,7 @@ class RolloutWorker:
                 continue
             attempt.completions.sort(key=lambda item: item.sample)
             attempt.group.completions = attempt.completions
-            finished.append(attempt.group)
-        if finished:
-            self._score(finished)
+            self._score(attempt.group)
 
     # --- work that is lost ---
 
@@ -201,6 +218,9 @@ class RolloutWorker:
             return  # leases are of what the engine has
         alive = self._signs.of_life(self.engine.progress())
         self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
+        self.buffer.renew(
+            group.index for group in list(self._scoring.values())
+        )  # rewards have time limits of their own
         groups = self.buffer.expired(seconds)
         if not groups:
             return
@@ -259,7 +279,10 @@ class RolloutWorker:
             except WorkLost as lost:
                 self._keep(lost.completions)
                 progress = lost.progress
-        for attempt in (*self._open.values(), *self._lost.values()):
+        with self._lock:
+            scoring, self._scoring = self._scoring, {}
+        whole = [Attempt(-1, group, group.completions) for group in scoring.values()]
+        for attempt in (*self._open.values(), *self._lost.values(), *whole):
             if self._resumable:
                 tokens = self._tokens(attempt, progress)
                 self.ledger.apart("interrupted", formulas.rollout(self.shape, len(attempt.group.prompt.ids), tokens))
@@ -276,48 +299,62 @@ class RolloutWorker:
 
     # --- groups that are whole ---
 
-    def _score(self, groups: list[Group]) -> None:
-        """Reward whole groups, and close each: ready for training, or discarded with the reason counted."""
-        for group in groups:
-            group.texts = [self.decode(completion.ids) for completion in group.completions]
-        self.doing = f"it is in the reward functions ({', '.join(reward.name for reward in self.rewards.rewards)})"
-        start = time.perf_counter()
+    def _score(self, group: Group) -> None:
+        """Have a whole group rewarded; whichever thread has scored it closes it."""
+        group.texts = [self.decode(completion.ids) for completion in group.completions]
+        pairs = zip(group.completions, group.texts, strict=True)
+        scored = self.rewards.submit([Sample((group.index, c.sample), group.prompt, text, c.ids) for c, text in pairs])
+        with self._lock:
+            self._scoring[scored] = group
+        scored.add_done_callback(self._close)
+
+    def _close(self, done: Future[ScoredBatch]) -> None:
+        """A group is scored: it is ready for training, or discarded with the reason counted."""
         try:
-            scored = self.rewards.score(
-                [group.prompt for group in groups for _ in group.completions],
-                [text for group in groups for text in group.texts],
-                [completion.ids for group in groups for completion in group.completions],
-            )
-        except BaseException:  # the run ends; one that goes on with a better reward generates them again
-            for group in groups:
-                self.ledger.apart("interrupted", self.search_flops(group))
-            raise
-        seconds = time.perf_counter() - start
-        self.ledger.add("feedback", 0, seconds)
-        with self.counters.lock:
-            self.counters.reward_seconds += seconds
-        at = 0
-        for group in groups:
-            n = len(group.completions)
-            group.rewards = scored.total[at : at + n]
-            group.components = {name: values[at : at + n] for name, values in scored.components.items()}
-            at += n
-            with self._lock:  # counted when it is closed: a checkpoint sees both or neither
+            # Counted when it is closed, under the lock: a checkpoint sees both or neither.
+            with self._lock:
+                group = self._scoring.pop(done, None)
+                if group is None or self._failure is not None:
+                    return  # the run ends
+                try:
+                    scored = done.result()
+                except BaseException:  # one that goes on with a better reward generates the group again
+                    self.ledger.apart("interrupted", self.search_flops(group))
+                    raise
+                self._take_rewards(group, scored)
                 self._charge(group, [len(completion.ids) for completion in group.completions])
-                useful = len(group.scored()) >= 2
-                if useful:
-                    self._discards = 0
-                    self.buffer.complete(group)
-                else:
+                if len(group.scored()) < 2:
                     self.ledger.waste("failed", self.search_flops(group))
                     self.buffer.discard(group, "fewer than two scored samples")
-            if not useful:
-                silent = ", ".join(name for name, values in group.components.items() if None in values)
-                self._count_discard(
-                    group,
-                    RewardError,
-                    f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?",
-                )
+                    silent = ", ".join(name for name, values in group.components.items() if None in values)
+                    why = (
+                        f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?"
+                    )
+                    self._count_discard(group, RewardError, why)
+                elif self.teaching.refill(group, self.search_flops(group)):
+                    self._discards = 0
+                    self.ledger.waste("zero_signal", self.search_flops(group))
+                    self.buffer.discard(group, "no signal")
+                else:
+                    self._discards = 0
+                    self.buffer.complete(group)
+        except BaseException as error:
+            self._failure = self._failure or error
+            self.buffer.fail(self._failure)
+
+    def _take_rewards(self, group: Group, scored: ScoredBatch) -> None:
+        self.ledger.add("feedback", scored.flops, scored.seconds)
+        with self.counters.lock:
+            self.counters.reward_seconds += scored.seconds
+        at = {id: i for i, id in enumerate(scored.ids)}
+        places = [at[group.index, completion.sample] for completion in group.completions]
+        group.rewards = [scored.total[i] for i in places]
+        group.components = {name: [values[i] for i in places] for name, values in scored.components.items()}
+
+    def _awaits_rewards(self) -> str:
+        prompts = ", ".join(str(group.prompt.id) for group in list(self._scoring.values())[:8])
+        names = ", ".join(reward.name for reward in self.rewards.rewards)
+        return f"it waits for reward functions ({names}) on prompts {prompts}"
 
     def _count_discard(self, group: Group, error: type[Exception], why: str) -> None:
         """A group was left out. With an engine or a reward that is good for nothing this would go on for ever without a batch."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ from trtl_rl.errors import DiskError, UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.source import ModelSource, find_model, weights_digest
 from trtl_rl.recipe.recipe import Recipe
-from trtl_rl.rewards.runner import Reward, RewardRunner, check_columns, load_rewards
+from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards
+from trtl_rl.rewards.reward import Reward, RewardFunction
+from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.tasks.presets import apply_preset
-from trtl_rl.tasks.rows import Rows, check_rows, open_rows
+from trtl_rl.tasks.rows import Rows, given_rows, open_evaluation_rows, open_rows
 from trtl_rl.trainer import checkpoint
 
 if TYPE_CHECKING:
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 
 TrainerConfig = RunConfig
 GIVEN = "(given to Trainer)"  # stands for rows from Python in a run's config.yaml
-
-RewardFunction = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Trainer:
         model: A directory, a hub name, or ``demo``; overrides ``args.model``.
         reward_funcs: One function or several, in TRL's convention: keyword arguments ``prompts``, ``completions``,
             ``completion_ids`` and every column of the data, each a list; they return one float or None per completion.
+            A built-in's name and a ``Reward`` (with weight, time limit and policy) are rewards too. A function runs in a
+            process of its own: what it changes outside itself stays there, unless ``Reward(…, in_process=True)``.
         train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence); overrides ``args.data``.
         args: Every other setting.
         resume: Continue the run in ``args.run_dir`` from its newest whole checkpoint, or from its beginning where it had
@@ -84,7 +86,7 @@ class Trainer:
     def __init__(
         self,
         model: str | None = None,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        reward_funcs: RewardFunction | Reward | str | Sequence[RewardFunction | Reward | str] | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         args: RunConfig | None = None,
         *,
@@ -106,12 +108,12 @@ class Trainer:
         self.directory = _engine_directory(self.config, self.source, self.recipe)
         self.prompt_room = _prompt_room(self.config, self.source, self.directory)
         _check_fault(self.config)
-        self.rows = Rows(train_dataset, "train_dataset") if train_dataset is not None else open_rows(self.config)
-        check_rows(self.rows, self.config)
+        self.rows = given_rows(train_dataset, self.config) if train_dataset is not None else open_rows(self.config)
         if reward_funcs is None:
             self.rewards = load_rewards(self.config.rewards)
         else:
-            self.rewards = _named([reward_funcs] if callable(reward_funcs) else list(reward_funcs))
+            one = callable(reward_funcs) or isinstance(reward_funcs, str | Reward)
+            self.rewards = given_rewards([reward_funcs] if one else reward_funcs)  # type: ignore[list-item,arg-type]
             # So that the run's config.yaml does not claim another reward.
             given = [RewardConfig(name=f"({reward.name}, given to Trainer)") for reward in self.rewards]
             self.config = self.config.model_copy(update={"rewards": given})
@@ -193,15 +195,29 @@ class Trainer:
         if self._run is not None:
             self._run.stop()
 
+    def reward_runner(self, metrics: MetricsWriter) -> RewardRunner:
+        """The rewards with their processes, which start at once."""
+        return RewardRunner(
+            self.rewards, self.run_dir / "logs" / "rewards.log", lambda text: metrics.message("warning", text)
+        )
+
     def evaluation_scorer(self) -> RewardRunner:
         """The evaluation target as a runner of its own."""
-        return RewardRunner(self._scorer)
+        scorer = self._scorer if self.config.evaluation.prompts else []
+        return RewardRunner(scorer, self.run_dir / "logs" / "rewards.log")
 
     def _check_evaluation(self) -> None:
         c = self.config
-        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
+        self.evaluation_rows: Rows | None = None
+        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer, arguments=c.evaluation.arguments)])
         if c.evaluation.prompts:
-            check_columns(self._scorer, self.rows.columns)
+            if c.evaluation.own_data:
+                if c.data == GIVEN and c.evaluation.data is None:
+                    raise UserError("evaluation.split says nothing about train_dataset: name evaluation.data too.")
+                self.evaluation_rows = open_evaluation_rows(c)
+            check_columns(self._scorer, (self.evaluation_rows or self.rows).columns)
+        elif c.evaluation.own_data:
+            raise UserError("evaluation.data and evaluation.split need evaluation.prompts: how many of their rows.")
         if c.evaluation.every and not c.evaluation.prompts:
             raise UserError("evaluation.every needs evaluation.prompts and task.held_out.")
 
@@ -214,21 +230,6 @@ class Trainer:
             replace_file(path, yaml.safe_dump(values, sort_keys=False))
         except OSError as error:
             raise DiskError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def _named(functions: list[RewardFunction]) -> list[Reward]:
-    """Rewards by the names of their functions; a name that occurs twice is numbered, as ``load_rewards`` does."""
-    if not functions:
-        raise UserError("reward_funcs is empty: give at least one reward function.")
-    rewards: list[Reward] = []
-    for function in functions:
-        base = str(getattr(function, "__name__", type(function).__name__))
-        name, count = base, 1
-        while any(reward.name == name for reward in rewards):
-            count += 1
-            name = f"{base}_{count}"
-        rewards.append(Reward(name, function))
-    return rewards
 
 
 def _run_directory(config: RunConfig, resume: bool, resume_by: str) -> Path:

@@ -108,6 +108,13 @@ class RunConfig(Part):
         items = value if isinstance(value, list) else [value]
         return [{"name": item} if isinstance(item, str) else item for item in items]
 
+    @property
+    def overlaps_evaluation(self) -> bool:
+        """Whether training goes on during an evaluation between steps."""
+        if self.evaluation.overlap is not None:
+            return self.evaluation.overlap
+        return self.buffer.max_staleness > 0 and self.buffer.in_flight == "continue"
+
     @model_validator(mode="after")
     def _what_cuda_cannot(self) -> RunConfig:
         if self.device == "cuda" and (self.compile or self.engine.path is not None):

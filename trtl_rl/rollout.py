@@ -26,6 +26,7 @@ class Prompt:
         ids: Token ids of the whole prompt.
         text: The prompt as the model reads it, for rewards and people.
         columns: Every column of the row, handed to reward functions.
+        messages: The row's chat messages, where it holds messages and not text: what reward functions get then.
     """
 
     id: int
@@ -33,6 +34,7 @@ class Prompt:
     ids: list[int]
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,305 +1,246 @@
-"""Loads reward functions, checks that the data fits them, calls them, and checks what they return.
+"""``RewardRunner``: scores samples while the engine generates, matches results by sample id, and applies the policy.
 
-Functions run in this process and without a time limit: isolation in processes of their own is not there yet, so a
-function that hangs stops the run, and one that calls ``os._exit`` ends it.
+Each function has its own place: worker processes, one thread in this process, or this process's event loop. A call scores one
+group, so that a failure costs one group and its message names the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib
-import importlib.util
-import inspect
 import math
-import sys
+import queue
 import threading
-import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from trtl_rl.config_parts import RewardConfig
-from trtl_rl.errors import RewardError, UserError, nearest
-from trtl_rl.rewards.builtin import FACTORIES, FUNCTIONS, RewardFunction
-from trtl_rl.rollout import Prompt
+from trtl_rl.errors import RewardError
+from trtl_rl.rewards.call import call, call_async
+from trtl_rl.rewards.loading import pickled
+from trtl_rl.rewards.process import Call, ProcessPool
+from trtl_rl.rewards.reward import Fault, Outcome, Reward, Sample, ScoredBatch, arguments, is_async
 
-RESERVED = ("prompts", "completions", "completion_ids")
-
-
-@dataclass(frozen=True)
-class Reward:
-    """One reward function.
-
-    Attributes:
-        name: Of the metric ``rewards/{name}/mean``; unique in a run.
-        function: Called with keyword lists, one item per completion: ``prompts`` and ``completions`` (text),
-            ``completion_ids``, and every column of the data; of these it gets what it has parameters for.
-            It returns, or as ``async def`` awaits, one number or ``None`` for each completion.
-        weight: Factor in the total.
-    """
-
-    name: str
-    function: RewardFunction
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    """Rewards of a batch of completions.
-
-    Attributes:
-        total: Weighted sum over the functions [completions]; ``None`` where any function gave ``None``.
-        components: What each function gave, before weighting [completions].
-    """
-
-    total: list[float | None]
-    components: dict[str, list[float | None]]
-
-
-def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
-    """Find the functions. A name that occurs twice is numbered: ``format_match``, ``format_match_2``.
-
-    Raises:
-        UserError: there is no such function, it cannot be imported, or its arguments do not fit.
-    """
-    if not configs:
-        raise UserError("rewards is empty: name at least one reward function.")
-    rewards: list[Reward] = []
-    for config in configs:
-        base = config.name.rpartition(":")[2]
-        name, count = base, 1
-        while any(reward.name == name for reward in rewards):
-            count += 1
-            name = f"{base}_{count}"
-        rewards.append(Reward(name, _load(config), config.weight))
-    return rewards
-
-
-def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Check, before a model is loaded, that each function's required parameters are columns of the data.
-
-    Raises:
-        UserError: a parameter without a default is no column, or a column has a reserved name.
-    """
-    shown = ", ".join(columns) or "none"
-    for column in columns:
-        if column in RESERVED:
-            raise UserError(f"The data's column '{column}' has a name that reward functions use otherwise. Rename it.")
-    for reward in rewards:
-        for parameter in _parameters(reward):
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise UserError(f"Reward '{reward.name}': '{parameter.name}' is positional only; rewards get keywords.")
-            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if variadic or parameter.default is not parameter.empty or parameter.name in (*RESERVED, *columns):
-                continue
-            raise UserError(
-                f"Reward '{reward.name}' needs the column '{parameter.name}', which the data does not have."
-                f"{nearest(parameter.name, columns)} Columns: {shown}."
-            )
+TOLD = 3  # faults of one function and kind that are told in full
 
 
 class RewardRunner:
-    """Scores completions; any thread may call it.
+    """Scores samples; any thread may call it. Worker processes start at once.
 
-    ``async def`` functions run together on one event loop in a thread of its own, so that clients which they keep
-    between calls stay bound to a living loop.
+    Args:
+        log: File for what functions print and for every fault's traceback.
+        report: Told about faults, when the policy lets the run go on.
+
+    Raises:
+        UserError: a function cannot be pickled for its process.
     """
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], log: Path | None = None, report: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.rewards = list(rewards)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        if any(inspect.iscoroutinefunction(reward.function) for reward in rewards):
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True)
-            self._thread.start()
+        self._log, self._report = log, report
+        self._faults: Counter[tuple[str, str]] = Counter()
+        self._new_faults: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        payloads = [pickled(reward) for reward in rewards]
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        self._loop: _EventLoop | None = None
+        self._places = [self._place(reward, payload) for reward, payload in zip(rewards, payloads, strict=True)]
 
-    def score(self, prompts: list[Prompt], texts: list[str], completion_ids: list[list[int]]) -> ScoredBatch:
-        """Score completions; item ``i`` of each list belongs to completion ``i``.
+    def wait_ready(self) -> None:
+        """Wait until the worker processes have loaded their functions.
 
         Raises:
-            RewardError: a function raised, or did not return one finite number or ``None`` per completion.
+            RewardError: one could not; the message carries its traceback.
         """
-        assert len(prompts) == len(texts) == len(completion_ids)
-        if not prompts:
-            return ScoredBatch([], {reward.name: [] for reward in self.rewards})
-        pending = {}
-        for reward in self.rewards:
-            if self._loop is not None and inspect.iscoroutinefunction(reward.function):
-                call = self._await(reward, _arguments(reward, prompts, texts, completion_ids), prompts)
-                pending[reward.name] = asyncio.run_coroutine_threadsafe(call, self._loop)
-        results: dict[str, Any] = {}
-        for reward in self.rewards:
-            if reward.name in pending:
-                continue
-            try:
-                results[reward.name] = reward.function(**_arguments(reward, prompts, texts, completion_ids))
-            except Exception as error:
-                raise _failure(reward, prompts, error) from error
-        results.update({name: future.result() for name, future in pending.items()})
-        components = {reward.name: _check(reward, results[reward.name], prompts) for reward in self.rewards}
-        total: list[float | None] = []
-        for i in range(len(prompts)):
-            parts = [(reward.weight, components[reward.name][i]) for reward in self.rewards]
-            known = [weight * value for weight, value in parts if value is not None]
-            total.append(math.fsum(known) if len(known) == len(parts) else None)
-        return ScoredBatch(total, components)
+        for reward, place in zip(self.rewards, self._places, strict=True):
+            if isinstance(place, ProcessPool) and (text := place.wait_ready()) is not None:
+                raise RewardError(f"Reward '{reward.name}' could not be loaded in its process. It {text}")
+
+    def submit(self, samples: Sequence[Sample]) -> Future[ScoredBatch]:
+        """Score samples of one group, or of several; returns at once.
+
+        The future raises RewardError where a function has failed and its policy is ``error``.
+        """
+        batch = _Batch(self, list(samples))
+        for reward, place in zip(self.rewards, self._places, strict=True):
+            made = Call(arguments(reward.function, batch.samples), len(batch.samples))
+            made.future.add_done_callback(lambda done, name=reward.name: batch.take(name, done.result()))  # type: ignore[misc]
+            place.submit(made)
+        return batch.future
+
+    def score(self, samples: Sequence[Sample]) -> ScoredBatch:
+        """Score samples and wait, each prompt's in a call of its own. Raises RewardError as ``submit``."""
+        groups: dict[tuple[int, int], list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault((sample.prompt.id, sample.prompt.occurrence), []).append(sample)
+        futures = [self.submit(group) for group in groups.values()]
+        parts = [future.result() for future in futures]
+        at = {id: (part, i) for part in parts for i, id in enumerate(part.ids)}
+        found = [at[sample.id] for sample in samples]
+        return ScoredBatch(
+            [sample.id for sample in samples],
+            [part.total[i] for part, i in found],
+            {reward.name: [part.components[reward.name][i] for part, i in found] for reward in self.rewards},
+            sum(part.flops for part in parts),
+            sum(part.seconds for part in parts),
+        )
+
+    def take_faults(self) -> dict[str, float]:
+        """Metrics of the step: ``rewards/{name}/failed/{kind}``, samples without a valid value since the last call."""
+        with self._lock:
+            taken, self._new_faults = self._new_faults, Counter()
+        return {f"rewards/{name}/failed/{kind}": count for (name, kind), count in sorted(taken.items())}
 
     def close(self) -> None:
-        """Stop the event loop. Safe to call twice."""
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(2.0)
-            if not self._thread.is_alive():  # else a reward blocks its loop; the thread ends with the process
-                self._loop.close()
-            self._loop = self._thread = None
+        """Kill worker processes and stop the event loop, whatever they do. Safe to call twice."""
+        self._closed = True
+        for place in self._places:
+            place.close()
+        if self._loop is not None:
+            self._loop.close()
 
-    @staticmethod
-    async def _await(reward: Reward, arguments: dict[str, Any], prompts: list[Prompt]) -> Any:
+    def _place(self, reward: Reward, payload: bytes | None) -> ProcessPool | _Thread | _OnLoop:
+        if not reward.in_process:
+            return ProcessPool(reward, payload, self._log)
+        if not is_async(reward.function):
+            return _Thread(reward)
+        self._loop = self._loop or _EventLoop()
+        return _OnLoop(reward, self._loop)
+
+    def _settle(self, reward: Reward, outcome: Outcome, samples: list[Sample]) -> tuple[list[float | None], set[int]]:
+        """The function's values after its policy, and the positions that it excludes. Raises RewardError."""
+        values, excluded = list(outcome.values), set[int]()
+        for fault in outcome.faults:
+            positions = range(len(samples)) if fault.position is None else [fault.position]
+            self._count(reward, fault, samples, len(positions))
+            for position in positions:
+                if reward.on_error == "value":
+                    values[position] = reward.error_value
+                else:
+                    excluded.add(position)
+        return values, excluded
+
+    def _count(self, reward: Reward, fault: Fault, samples: list[Sample], count: int) -> None:
+        prompt = samples[fault.position or 0].prompt
+        if fault.position is None:
+            where = f"on prompt {prompt.id} (samples {samples[0].id[1]} to {samples[-1].id[1]})"
+        else:
+            where = f"for sample {samples[fault.position].id[1]} (prompt {prompt.id})"
+        verb, colon, rest = fault.text.partition(":")
+        text = f"Reward '{reward.name}' {verb} {where}{colon}{rest}"
+        if self._closed:
+            return
+        with self._lock:
+            self._new_faults[reward.name, fault.kind] += count
+            self._faults[reward.name, fault.kind] += 1
+            times = self._faults[reward.name, fault.kind]
+            if self._log is not None:
+                with open(self._log, "a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        if reward.on_error == "error":
+            raise RewardError(text)
+        meaning = "left out" if reward.on_error == "exclude" else f"given {reward.error_value:g}"
+        if times <= TOLD or times in (10, 100, 1000, 10_000, 100_000):
+            self._report(
+                f"{text}\nThe samples are {meaning} (on_error={reward.on_error}); time {times} of {fault.kind}."
+            )
+
+
+class _Batch:
+    """Samples whose functions answer one by one."""
+
+    def __init__(self, runner: RewardRunner, samples: list[Sample]) -> None:
+        self.runner, self.samples = runner, samples
+        self.future: Future[ScoredBatch] = Future()
+        self._outcomes: dict[str, Outcome] = {}
+        self._lock = threading.Lock()
+
+    def take(self, name: str, outcome: Outcome) -> None:
+        with self._lock:
+            self._outcomes[name] = outcome
+            if len(self._outcomes) < len(self.runner.rewards):
+                return
         try:
-            return await reward.function(**arguments)
-        except Exception as error:
-            raise _failure(reward, prompts, error) from error
+            scored = self._join()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(scored)
+
+    def _join(self) -> ScoredBatch:
+        n = len(self.samples)
+        components: dict[str, list[float | None]] = {}
+        excluded: set[int] = set()
+        total: list[float | None] = [None] * n
+        judging = []  # None for every sample says that a function is not meant for this prompt, as in TRL
+        for reward in self.runner.rewards:
+            values, out = self.runner._settle(reward, self._outcomes[reward.name], self.samples)
+            components[reward.name] = values
+            excluded |= out
+            if any(value is not None for value in values):
+                judging.append((reward.weight, values))
+        for i in range(n):
+            parts = [(weight, values[i]) for weight, values in judging]
+            known = [weight * value for weight, value in parts if value is not None]
+            if known and len(known) == len(parts) and i not in excluded:
+                total[i] = math.fsum(known)
+        outcomes = self._outcomes.values()
+        ids = [sample.id for sample in self.samples]
+        return ScoredBatch(ids, total, components, sum(o.flops for o in outcomes), sum(o.seconds for o in outcomes))
 
 
-def _arguments(
-    reward: Reward, prompts: list[Prompt], texts: list[str], completion_ids: list[list[int]]
-) -> dict[str, Any]:
-    """Fresh lists for one call: a function that changes its lists changes no other's."""
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    values: dict[str, Any] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-    values["prompts"] = [prompt.text for prompt in prompts]
-    values["completions"] = list(texts)
-    values["completion_ids"] = [list(ids) for ids in completion_ids]
-    parameters = _parameters(reward)
-    bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    taken = {parameter.name for parameter in parameters}
-    return {name: value for name, value in values.items() if (takes_all or name in taken) and name not in bound}
+class _Thread:
+    """Calls a function in this process, one call after another."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._function = reward.function
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"reward {reward.name}", daemon=True).start()
+
+    def submit(self, call: Call) -> None:
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """The thread ends after the call under way; with the process, if that never ends."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            item.future.set_result(call(self._function, item.arguments, item.count))
 
 
-def _check(reward: Reward, result: Any, prompts: list[Prompt]) -> list[float | None]:
-    """The function's result as floats, or a RewardError that says what is wrong with it."""
-    values = result.tolist() if hasattr(result, "tolist") else result  # arrays and tensors
-    if not isinstance(values, list | tuple):
-        kind = type(result).__name__
-        raise RewardError(f"Reward '{reward.name}' returned {kind}, not a list of {len(prompts)} numbers.")
-    if len(values) != len(prompts):
-        raise RewardError(f"Reward '{reward.name}' returned {len(values)} values for {len(prompts)} completions.")
-    checked: list[float | None] = []
-    for sample, (value, prompt) in enumerate(zip(values, prompts, strict=True)):
-        where = f"for sample {sample} (prompt {prompt.id})"
-        plain = value.item() if getattr(value, "shape", None) == () else value  # scalars of numpy and torch
-        if plain is None:
-            checked.append(None)
-            continue
-        if not isinstance(plain, bool | int | float):
-            raise RewardError(f"Reward '{reward.name}' returned {type(value).__name__} {where}, not a number or None.")
-        if not -sys.float_info.max <= plain <= sys.float_info.max:  # also false for NaN
-            shown = str(plain)[:40]
-            raise RewardError(f"Reward '{reward.name}' returned {shown} {where}: rewards must be finite, or None.")
-        checked.append(float(plain))
-    return checked
+class _OnLoop:
+    """Awaits a function on this process's loop, many calls at once; the time limit cancels a call."""
+
+    def __init__(self, reward: Reward, loop: _EventLoop) -> None:
+        self._reward, self._loop = reward, loop
+
+    def submit(self, call: Call) -> None:
+        asyncio.run_coroutine_threadsafe(self._await(call), self._loop.loop)
+
+    async def _await(self, call: Call) -> None:
+        call.future.set_result(await call_async(self._reward.function, call.arguments, call.count, self._reward.limit))
+
+    def close(self) -> None:
+        """The loop is closed by its runner."""
 
 
-def _failure(reward: Reward, prompts: list[Prompt], error: Exception) -> RewardError:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return RewardError(f"Reward '{reward.name}' failed on a batch that begins with prompt {prompts[0].id}:\n{text}")
+class _EventLoop:
+    """One loop for all calls, so that clients which functions keep between calls stay bound to a living loop."""
 
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True)
+        self._thread.start()
 
-def _parameters(reward: Reward) -> list[inspect.Parameter]:
-    """Parameters that a call still has to fill: those given by ``arguments`` are left out."""
-    bound = reward.function.keywords if isinstance(reward.function, functools.partial) else {}
-    return [p for p in inspect.signature(reward.function).parameters.values() if p.name not in bound]
-
-
-def _load(config: RewardConfig) -> RewardFunction:
-    if config.name in FACTORIES:
-        return _call_factory(config, FACTORIES[config.name])
-    if config.name in FUNCTIONS:
-        if config.name == "math_answer" and importlib.util.find_spec("math_verify") is None:
-            raise UserError("Reward 'math_answer' needs the package math-verify: pip install 'trtl-rl[math]'.")
-        function = FUNCTIONS[config.name]
-    elif ":" in config.name:
-        function = _import(config.name)
-    else:
-        known = [*FUNCTIONS, *FACTORIES]
-        raise UserError(
-            f"There is no built-in reward '{config.name}'.{nearest(config.name, known)} Built in: {', '.join(known)}. "
-            "Your own is written file.py:function or package.module:function."
-        )
-    return _bind(config, function) if config.arguments else function
-
-
-def _call_factory(config: RewardConfig, factory: Callable[..., RewardFunction]) -> RewardFunction:
-    signature = inspect.signature(factory)
-    try:
-        signature.bind(**config.arguments)
-    except TypeError as error:
-        needed = ", ".join(signature.parameters)
-        raise UserError(f"Reward '{config.name}': {error}. Its arguments are: {needed}.") from None
-    return factory(**config.arguments)
-
-
-def _bind(config: RewardConfig, function: RewardFunction) -> RewardFunction:
-    parameters = inspect.signature(function).parameters
-    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for key in config.arguments:
-        if key not in named or key in RESERVED:
-            raise UserError(f"Reward '{config.name}' has no argument '{key}'.{nearest(key, named)}")
-    return functools.partial(function, **config.arguments)
-
-
-def _import(name: str) -> RewardFunction:
-    place, _, attribute = name.rpartition(":")
-    module = _import_file(Path(place).expanduser(), name) if place.endswith(".py") else _import_module(place, name)
-    function = getattr(module, attribute, None)
-    if function is None:
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"Reward '{name}': {place} defines no '{attribute}'.{nearest(attribute, functions)}")
-    if not callable(function):
-        raise UserError(f"Reward '{name}': '{attribute}' is {type(function).__name__}, not a function.")
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        raise UserError(f"Reward '{name}': Python cannot tell its parameters. Wrap it in a `def`.") from None
-    return function  # type: ignore[no-any-return]
-
-
-def _import_file(path: Path, name: str) -> ModuleType:
-    if not path.is_file():
-        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"Reward '{name}': there is no file {path}.{nearest(path.name, siblings)}")
-    _make_importable(path.resolve().parent)  # as for a script: the file may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"_trtl_rl_rewards_{path.stem}", path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look modules up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _not_importable(name, error) from error
-    return module
-
-
-def _import_module(place: str, name: str) -> ModuleType:
-    _make_importable(Path.cwd())
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise _not_importable(name, error) from error
-
-
-def _make_importable(directory: Path) -> None:
-    if str(directory) not in sys.path:
-        sys.path.append(str(directory))  # last: it hides no installed package
-
-
-def _not_importable(name: str, error: Exception) -> UserError:
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames and "importlib" not in frames[-1].filename else None
-    where = f" ({last.filename}, line {last.lineno})" if last else ""
-    return UserError(f"Reward '{name}' cannot be imported: {type(error).__name__}: {error}{where}.")
+    def close(self) -> None:
+        if self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():  # else a reward blocks its loop; the thread ends with the process
+            self.loop.close()

@@ -7,43 +7,22 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trtl_rl.config import RunConfig
 from trtl_rl.errors import UserError
 from trtl_rl.rollout import Prompt
+from trtl_rl.tasks.curriculum import difficulties
+from trtl_rl.tasks.mixture import MixedRows
+from trtl_rl.tasks.order import HELD_OUT, Draws, Ids, MixtureOrder, Order, permutation
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Row, Rows, check_rows
+from trtl_rl.tasks.template import template_warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Ids = npt.NDArray[np.int64]
-
 CHECKED_ROWS = 20_000
 _CHUNK = 1000
-_EPOCH, _HELD_OUT = 0, 1  # which permutation; see _permutation
-
-
-class Order:
-    """Which row is drawn when. It holds no position, so a run resumes from an index alone.
-
-    Args:
-        ids: The rows to draw from.
-        seed: Every epoch has its own shuffle, derived from (seed, epoch).
-        shuffle: Without it every epoch goes through ``ids`` as they are.
-    """
-
-    def __init__(self, ids: Ids, seed: int, shuffle: bool) -> None:
-        self._ids = ids
-        self._shuffle = shuffle
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: ids[_permutation(len(ids), seed, epoch, _EPOCH)])
-
-    def at(self, index: int) -> tuple[int, int]:
-        """The ``index``-th draw of the run, from 0: (row id, occurrence); the occurrence is the epoch."""
-        epoch, position = divmod(index, len(self._ids))
-        ids = self._epoch(epoch) if self._shuffle else self._ids
-        return int(ids[position]), epoch
 
 
 class Task:
@@ -58,7 +37,8 @@ class Task:
     Attributes:
         longest: Tokens of the longest prompt; ``None`` for more than 20 000 rows, which are checked as they are drawn.
         skipped: Rows that are left out since their prompts are too long (``task.too_long=skip``, which checks all rows,
-            however many).
+            however many) or outside ``task.min_prompt_tokens`` and ``task.max_prompt_tokens``.
+        notes: What a user should be told: rows that are left out, and what the chat template does.
 
     Raises:
         UserError: a row makes no prompt, or one that is too long; a key of ``task`` cannot act.
@@ -74,19 +54,44 @@ class Task:
         self.max_prompt_tokens = max_prompt_tokens
         self._tokenizer: Any = tokenizer
         self._chat = self._uses_chat_template()
+        warning = template_warning(tokenizer) if self._chat else None
+        self.notes: list[str] = [] if warning is None else [warning]
         self._prompt = lru_cache(maxsize=1024)(self._make)
         self.longest: int | None = None
+        self.skipped = 0
+        self._seed = config.seed
+        self._prepare(config)
+
+    def _prepare(self, config: RunConfig) -> None:
+        """Measure the rows, and choose those that are held out and those that are trained on."""
+        rows, task = self.rows, self.config
         fitting = np.arange(len(rows), dtype=np.int64)
-        if len(rows) <= CHECKED_ROWS or self.config.too_long == "skip":
+        limited = task.min_prompt_tokens is not None or task.max_prompt_tokens is not None
+        if len(rows) <= CHECKED_ROWS or task.too_long == "skip" or limited:
             lengths = self._lengths()
-            fitting = fitting[lengths <= max_prompt_tokens]
-            self._check_lengths(lengths, len(fitting))
+            low, high = task.min_prompt_tokens or 0, task.max_prompt_tokens or lengths.max()
+            wanted = (lengths >= low) & (lengths <= high)
+            fits = lengths <= self.max_prompt_tokens
+            self._check_lengths(lengths[wanted], fitting[wanted], int((wanted & fits).sum()))
+            for count, why in (
+                ((lengths < low).sum(), f"their prompts have fewer than task.min_prompt_tokens={low} tokens"),
+                ((lengths > high).sum(), f"their prompts have more than task.max_prompt_tokens={high} tokens"),
+                (
+                    (wanted & ~fits).sum(),
+                    f"their prompts have more than {self.max_prompt_tokens} tokens, which is what fits beside "
+                    "sampling.max_new_tokens (task.too_long=skip)",
+                ),
+            ):
+                if count:
+                    self.notes.append(f"{count} of {len(rows)} rows are left out: {why}.")
+            fitting = fitting[wanted & fits]
             self.longest = int(lengths[fitting].max())
         self.skipped = len(rows) - len(fitting)
-        permutation = fitting[_permutation(len(fitting), config.seed, 0, _HELD_OUT)]
-        cut = len(fitting) - self.config.held_out
-        self._held_out = [int(i) for i in permutation[cut:]]
-        self._trained = np.sort(permutation[:cut])
+        shuffled = fitting[permutation(len(fitting), config.seed, 0, HELD_OUT)]
+        cut = len(fitting) - task.held_out
+        self._held_out = [int(i) for i in shuffled[cut:]]
+        self._trained = np.sort(shuffled[:cut])
+        self._difficulty = difficulties(rows, self._trained, task.curriculum)
 
     def prompt(self, id: int, occurrence: int) -> Prompt:
         """Row ``id`` as a prompt. Its ids come from one tokenisation; its text is those ids decoded.
@@ -95,16 +100,48 @@ class Task:
             UserError: the row makes no prompt, or one that is too long.
         """
         ids, text, columns = self._prompt(id)
-        return Prompt(id=id, occurrence=occurrence, ids=list(ids), text=text, columns=dict(columns))
+        value = columns[self.config.prompt_column]
+        messages = value if isinstance(value, list) else None
+        return Prompt(id, occurrence, list(ids), text, dict(columns), messages)
 
-    def order(self, seed: int) -> Order:
+    def order(self, seed: int) -> Draws:
         """The order in which training draws rows; held-out rows are not among them."""
-        return Order(self._trained, seed, self.config.shuffle)
+        shuffle, difficulty = self.config.shuffle, self._difficulty
+        if not isinstance(self.rows, MixedRows):
+            return Order(self._trained, seed, shuffle, difficulty)
+        orders = []
+        parts = np.array([self.rows.part(int(id)) for id in self._trained])
+        for i, part in enumerate(self.rows.parts):
+            own = parts == i
+            if not own.any():
+                raise UserError(
+                    f"No row of {part.source} is left to train on after task.held_out and the length limits."
+                )
+            among = None if difficulty is None else difficulty[own]
+            orders.append(Order(self._trained[own], seed + i, shuffle, among))
+        return MixtureOrder(orders, self.rows.weights, seed)
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """The first ``count`` of the ``task.held_out`` rows that are never trained on; fixed by the run's seed."""
         assert count <= len(self._held_out), f"{count} held-out prompts asked for, {len(self._held_out)} kept"
         return [self.prompt(id, 0) for id in self._held_out[:count]]
+
+    def fixed_prompts(self, count: int) -> list[Prompt]:
+        """``count`` prompts of the rows that are not held out, fixed by the run's seed: for data that is only evaluated on.
+
+        Raises:
+            UserError: there are fewer.
+        """
+        if count > len(self._trained):
+            raise UserError(
+                f"evaluation.prompts={count}, but {self.rows.source} has {len(self._trained)} rows that fit. Lower it."
+            )
+        chosen = self._trained[permutation(len(self._trained), self._seed, 0, HELD_OUT)[:count]]
+        return [self.prompt(int(id), 0) for id in chosen]
+
+    def metrics(self) -> dict[str, float]:
+        """Counts that grow while rows are drawn; none where all rows were measured before."""
+        return {}
 
     def _uses_chat_template(self) -> bool:
         has_template = bool(self._tokenizer.chat_template)
@@ -118,12 +155,15 @@ class Task:
         return chat
 
     def _make(self, id: int) -> tuple[list[int], str, Row]:
-        row = self.rows[id]
+        row = self._row(id)
         ids = self._tokenise([self._render(id, row)])[0]
         if not 0 < len(ids) <= self.max_prompt_tokens:
             raise self._wrong_length(id, len(ids))
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return ids, text, row
+
+    def _row(self, id: int) -> Row:
+        return self.rows[id]
 
     def _lengths(self) -> Ids:
         """Tokens of every row's prompt. Raises UserError for an empty one."""
@@ -136,18 +176,17 @@ class Task:
                 lengths[id] = len(ids)
         return lengths
 
-    def _check_lengths(self, lengths: Ids, fitting: int) -> None:
-        """Refuse rows that are too long, unless they are to be skipped and leave enough."""
-        if fitting == len(lengths):
-            return
-        first = int(np.argmax(lengths > self.max_prompt_tokens))
-        if self.config.too_long == "refuse":
-            raise self._wrong_length(first, int(lengths[first]), len(lengths) - fitting, int(lengths.max()))
-        if fitting <= self.config.held_out:
+    def _check_lengths(self, lengths: Ids, ids: Ids, fitting: int) -> None:
+        """Refuse rows that are too long for the context, unless they are to be skipped, and too few that are left."""
+        if fitting < len(lengths) and self.config.too_long == "refuse":
+            first = int(np.argmax(lengths > self.max_prompt_tokens))
+            raise self._wrong_length(int(ids[first]), int(lengths[first]), len(lengths) - fitting, int(lengths.max()))
+        if fitting <= self.config.held_out and fitting < len(self.rows):
             raise UserError(
-                f"Of {len(lengths)} rows of {self.rows.source} {fitting} have prompts of at most {self.max_prompt_tokens} "
-                f"tokens, and task.held_out={self.config.held_out} leaves nothing to train on. Lower "
-                "sampling.max_new_tokens, or raise engine.max_context as far as the model allows."
+                f"Of {len(self.rows)} rows of {self.rows.source} {fitting} have prompts of at most {self.max_prompt_tokens} "
+                f"tokens, and of a length that the task allows; task.held_out={self.config.held_out} leaves nothing to train on. "
+                "Lower sampling.max_new_tokens, or raise "
+                "engine.max_context as far as the model allows."
             )
 
     def _wrong_length(self, id: int, length: int, count: int = 1, longest: int = 0) -> UserError:
@@ -200,12 +239,3 @@ class Task:
             list(texts), add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
         )
         return [list(ids) for ids in encoded["input_ids"]]
-
-
-def _permutation(count: int, seed: int, epoch: int, purpose: int) -> Ids:
-    """A shuffle of ``range(count)`` [count], fixed by its arguments whatever the version of numpy.
-
-    ``Generator.permutation`` may change between versions of numpy; the raw draws of a bit generator may not.
-    """
-    draws = np.random.Philox(np.random.SeedSequence([seed, epoch, purpose])).random_raw(count)
-    return np.argsort(draws, kind="stable").astype(np.int64)

@@ -1,0 +1,101 @@
+"""``reward_model``: a Hugging Face sequence-classification model as a reward; its FLOPs are feedback FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtl_rl.errors import UserError
+from trtl_rl.rewards.reward import text_of
+
+
+class RewardModel:
+    """The single logit of a classification model for prompt and completion.
+
+    With a chat template the model reads the conversation through it; otherwise the prompt's text followed by the
+    completion's. The model is loaded in the process that calls, before its first call.
+
+    Args:
+        model: A directory or hub name with one label.
+        batch_size: Sequences in one forward.
+        max_tokens: Longer sequences lose tokens at their beginning; default: what the tokenizer allows.
+        device: For torch, for example ``cuda:1``.
+        sigmoid: Map the logit to (0, 1).
+    """
+
+    def __init__(
+        self,
+        model: str,
+        batch_size: int = 16,
+        max_tokens: int | None = None,
+        device: str = "cpu",
+        sigmoid: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise UserError(f"Reward 'reward_model': batch_size={batch_size} must be at least 1.")
+        self.name, self.batch_size, self.max_tokens = model, batch_size, max_tokens
+        self.device, self.sigmoid = device, sigmoid
+        self._flops = 0
+        self._model: Any = None
+        self._tokenizer: Any = None
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.prepare()
+        fused = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        )  # torch counts its counterparts on a GPU only
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        values: list[float | None] = []
+        for start in range(0, len(texts), self.batch_size):
+            batch = self._tokenizer(
+                texts[start : start + self.batch_size],
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=self.max_tokens,
+                add_special_tokens=not self._tokenizer.chat_template,
+            ).to(self.device)
+            counter = FlopCounterMode(display=False, custom_mapping={fused: _attention})
+            with torch.inference_mode(), counter:
+                logits = self._model(**batch).logits[:, 0].float()
+            self._flops += counter.get_total_flops()
+            values += (torch.sigmoid(logits) if self.sigmoid else logits).tolist()
+        return values
+
+    def take_flops(self) -> int:
+        """FLOPs since the last call, of every matrix product that torch ran, padding included; a multiply-add is 2."""
+        taken, self._flops = self._flops, 0
+        return taken
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if not self._tokenizer.chat_template:
+            return (prompt if isinstance(prompt, str) else text_of(prompt)) + text_of(completion)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        answer = {"role": "assistant", "content": text_of(completion)}
+        return str(self._tokenizer.apply_chat_template([*messages, answer], tokenize=False))
+
+    def prepare(self) -> None:
+        """Load the model. A worker process does so before its first call."""
+        if self._model is not None:
+            return
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+        self._tokenizer.truncation_side = "left"
+        model = AutoModelForSequenceClassification.from_pretrained(self.name)
+        if model.config.num_labels != 1:
+            raise ValueError(f"{self.name} has {model.config.num_labels} labels; a reward model has 1")
+        if model.config.pad_token_id is None:
+            if self._tokenizer.pad_token_id is None:
+                self._tokenizer.pad_token = self._tokenizer.eos_token
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.eval().to(self.device)
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    """FLOPs of fused attention by the shapes of its inputs, masked pairs included as torch counts them."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return int(sdpa_flop_count(query, key, value))
