@@ -43,6 +43,7 @@ from trtl_rl.rollout import Group
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
+from trtl_rl.trainer.slow_parts import SlowParts
 from trtl_rl.trainer.state import RunState
 
 STALL_FACTOR = 30.0  # a batch that takes so many times the median step is named
@@ -80,6 +81,7 @@ class Loop:
         self.budget = Budget(config.budget, config.steps)
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
+        self.parts = SlowParts(metrics)
         self._busy = engine.busy_seconds
         self._sent: Sent | None = None  # what the engine holds
 
@@ -90,7 +92,8 @@ class Loop:
             EngineError, RewardError, UserError, ParityError: somebody else has failed. The learner is whole, and was saved.
         """
         try:
-            return self._run()
+            with self.parts:
+                return self._run()
         except (EngineError, RewardError, UserError, ParityError):
             if self.state.step:
                 self.save(self.state)
@@ -124,6 +127,7 @@ class Loop:
 
     def _next_batch(self) -> list[Group] | None:
         """Wait for a batch; name what is missing when that takes very long."""
+        self.parts.enter("rollout_wait")
         self._waited_from = time.perf_counter()
         recent = self.state.step_seconds[-50:]
         limit = max(60.0, STALL_FACTOR * statistics.median(recent)) if recent else self.config.engine.timeout
@@ -148,10 +152,12 @@ class Loop:
         version = s.step + 1
         out = Accumulator()
         taken = time.perf_counter()
+        self.parts.enter("learn")
         update = self.learner.update(groups, s.step)
         learned = time.perf_counter()
         self.ledger.add("learning", update.flops, learned - taken)
         failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
+        self.parts.enter("refit")
         try:
             self._refit(version, out)
         except EngineError as error:
@@ -169,10 +175,12 @@ class Loop:
         refitted = time.perf_counter()
         if failure is None:
             self.buffer.advance(version)
+            self.parts.enter("parity")
             try:
                 self.parity.after_refit(version, self.metrics, out)
             except (EngineError, ParityError) as error:
                 failure = error
+        self.parts.enter(None)  # what follows writes progress rows of its own
         end = time.perf_counter()
         s.seconds += end - start
         s.step_seconds = [*s.step_seconds[-199:], end - start]
@@ -191,7 +199,7 @@ class Loop:
         )
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
-        self.metrics.step(s.step, out.reduce())
+        self.metrics.step(s.step, out.reduce(), {**out.counts(), **update.counts})
         if failure is not None:
             raise failure
         self._watch_signal(groups, update.stepped)
