@@ -58,6 +58,19 @@ def watch(
 
 
 @app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Directories of runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to write; default: RUN/report, or ./report for several runs.")
+    ] = None,
+) -> None:
+    """Write one HTML file and PNG plots about a run, or comparing several."""
+    from trtl_rl.cli.report.command import report as write
+
+    raise typer.Exit(_guard(lambda: write(directories, output)))
+
+
+@app.command()
 def build_engine(
     model: Annotated[str, typer.Option(help="A directory, a hub name, or demo.")],
     output: Annotated[Path, typer.Option(help="The directory to make; it must not exist.")],
