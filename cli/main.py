@@ -49,12 +49,14 @@ def run(
 
 @app.command()
 def watch(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a live or finished run.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Directories of live or finished runs.")
+    ],
 ) -> None:
-    """Show the dashboard of a run."""
+    """Show the dashboard of a run, or of several beside each other. Key h: help."""
     from trtl_rl.cli.watch import watch as show
 
-    raise typer.Exit(_guard(lambda: show(directory)))
+    raise typer.Exit(_guard(lambda: show(directories)))
 
 
 @app.command()

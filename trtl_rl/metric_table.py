@@ -168,7 +168,10 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
             "version": "of the weights at its first token",
         },
     ),
-    "message": ("something for people", {"level": "info, warning or error", "text": "what and, where useful, what to do"}),
+    "message": (
+        "something for people",
+        {"level": "info, warning or error", "text": "what and, where useful, what to do"},
+    ),
     "evaluation": (
         "scores of held-out prompts",
         {"step": "0: before training", "metrics": "eval/… name to number"},
@@ -190,36 +193,36 @@ def find(name: str) -> Metric | None:
     return min(found, key=lambda metric: metric.name.count("{"), default=None)
 
 
+_HEAD = """\
+# metrics.jsonl
+
+<!-- Made by `python -m trtl_rl.metric_table > docs/metrics.md`; change trtl_rl/metric_table.py. -->
+
+Every part of a run writes rows to `metrics.jsonl` in the run's directory: one JSON object a line, each with `kind` and
+`time` (Unix seconds). Dashboard, `watch`, `report` and trackers read nothing else. A resumed run continues the file:
+after its `start` row, steps that the interruption lost come again, and the later row counts. Readers pass over kinds and
+fields that they do not know, and over a torn line, which a kill may leave.
+
+`trtl_rl.metrics.MetricsReader` reads the file, also while it grows.
+
+## Rows
+"""
+
+_REDUCTION = """\
+## Metrics
+
+Values of a step are collected with their counts and reduced once, over micro-batches and processes alike, by kind:
+`mean` over items (how many stands in `counts`), `sum` over the step, `max` of the step, `last`: the state when the row
+was written. A metric that a step did not measure is absent. Units: `1` is a plain number, `share` runs from 0 to 1."""
+
+
 def markdown() -> str:
     """The text of ``docs/metrics.md``."""
-    lines = [
-        "# metrics.jsonl",
-        "",
-        "<!-- Made by `python -m trtl_rl.metric_table > docs/metrics.md`; change trtl_rl/metric_table.py. -->",
-        "",
-        "Every part of a run writes rows to `metrics.jsonl` in the run's directory: one JSON object a line, each with `kind` and",
-        "`time` (Unix seconds). Dashboard, `watch`, `report` and trackers read nothing else. A resumed run continues the file: after",
-        "its `start` row, steps that the interruption lost come again, and the later row counts. Readers pass over kinds and fields",
-        "that they do not know, and over a torn line, which a kill may leave.",
-        "",
-        "`trtl_rl.metrics.MetricsReader` reads the file, also while it grows.",
-        "",
-        "## Rows",
-        "",
-        "| kind | what it tells | fields |",
-        "| --- | --- | --- |",
-    ]
+    lines = [*_HEAD.split("\n"), "| kind | what it tells | fields |", "| --- | --- | --- |"]
     for kind, (meaning, fields) in ROWS.items():
-        told = "; ".join(f"`{name}`: {text}" for name, text in fields.items())
+        told = "<br>".join(f"`{name}`: {text}" for name, text in fields.items())
         lines.append(f"| `{kind}` | {meaning} | {told} |")
-    lines += [
-        "",
-        "## Metrics",
-        "",
-        "Values of a step are collected with their counts and reduced once, over micro-batches and processes alike, by kind:",
-        "`mean` over items (how many stands in `counts`), `sum` over the step, `max` of the step, `last`: the state when the row was",
-        "written. A metric that a step did not measure is absent. Units: `1` is a plain number, `share` runs from 0 to 1.",
-    ]
+    lines += ["", *_REDUCTION.split("\n")]
     for part, metrics in PARTS.items():
         lines += ["", f"### {part}", "", "| metric | kind | unit | meaning |", "| --- | --- | --- | --- |"]
         lines += [f"| `{m.name}` | {m.kind} | {m.unit} | {m.meaning} |" for m in metrics]

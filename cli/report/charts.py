@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 SERIES = 8  # colours of lines; further ones begin again, dashed
 _SIZE = (5.6, 2.9)  # inches
@@ -87,7 +88,7 @@ class Chart:
 
 @contextmanager
 def _figure(chart: Chart, palette: Palette) -> Iterator[Figure]:
-    settings = {
+    settings: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": chart.name,  # the same drawing is the same file
         "font.family": "sans-serif",
@@ -152,9 +153,14 @@ def shares(axes: Axes, values: list[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
 
 
-def prefixed(axes: Axes, unit: str) -> None:
-    """A vertical axis with decimal prefixes: ``40 GFLOP``."""
-    axes.yaxis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
+def prefixed(axis: Axis, unit: str) -> None:
+    """Decimal prefixes: ``40 GFLOP``."""
+    axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
+
+
+def plain(axis: Axis) -> None:
+    """Numbers without exponents, on a logarithmic axis."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def legend(axes: Axes, columns: int = 3) -> None:

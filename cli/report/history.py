@@ -148,7 +148,14 @@ class History:
 
 @dataclass(frozen=True)
 class AtEqualFlops:
-    """What a run had when it had spent ``flops``: ``step`` is its last step within them, ``reward`` the mean over ``window`` steps."""
+    """What a run had when it had spent ``flops``.
+
+    Attributes:
+        step: Its last step within them.
+        reward: The mean over the last ``window`` of those steps.
+        seconds: Sum of their times.
+        evaluation: The last one until then: its step and metrics.
+    """
 
     run: History
     flops: float

@@ -175,7 +175,9 @@ def _held_out(run: History) -> Figure:
     label = clean(name.removeprefix("eval/")).replace("_", " ")
     if first == last:
         return Figure("held out", number(value, 2), f"{label}, step {last}")
-    return Figure("held out", f"{number(before.get(name), 2)} → {number(value, 2)}", f"{label}, step {first} and {last}")
+    return Figure(
+        "held out", f"{number(before.get(name), 2)} → {number(value, 2)}", f"{label}, step {first} and {last}"
+    )
 
 
 def _mean(run: History, name: str) -> float | None:
@@ -282,5 +284,3 @@ def _equal(runs: Sequence[History]) -> dict[str, Any] | None:
         )
     least = min(runs, key=lambda run: run.spent().values[-1])
     return {"flops": quantity(found[0].flops, "FLOP"), "least": clean(least.name), "rows": rows}
-
-

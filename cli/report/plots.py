@@ -189,7 +189,7 @@ def _equal_flops(runs: Sequence[History]) -> Chart | None:
         axes.axvline(found[0].flops, color=palette.faint, linewidth=1, linestyle="--")
         axes.set_ylim(0, top * 1.08 if top > 0 else 1)
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(charts.EngFormatter(unit="FLOP", sep=" "))
+        charts.prefixed(axes.xaxis, "FLOP")
         axes.set_xlabel("FLOPs spent, all roles")
         charts.legend(axes, 2)
 
@@ -234,7 +234,7 @@ def _imbalance(runs: Sequence[History]) -> Chart | None:
             seen += [v for _, v in positive]
             _plot(axes, Series([s for s, _ in positive], [v for _, v in positive]), palette.line(at), run.name)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(charts.FuncFormatter(lambda value, _: f"{value:g}"))
+        charts.plain(axes.yaxis)
         axes.axhline(1, color=palette.faint, linewidth=0.9)
         if max(seen) > _IMBALANCE_LIMIT / 2:
             axes.axhline(_IMBALANCE_LIMIT, color=palette.faint, linewidth=0.9, linestyle="--")
@@ -281,7 +281,9 @@ def _flops(runs: Sequence[History]) -> Chart | None:
         return _bars("flops", "FLOPs by role", "Whole runs, with each role's share.", rows, "FLOP")
     layers = [(role, runs[0].series(f"flops/{role}")) for role in ROLES]
     note = "Counted in each step, stacked. Rollouts may run ahead of the updates that they serve."
-    return _stack("flops", "FLOPs by role, per step", note, runs[0], layers, lambda axes: charts.prefixed(axes, "FLOP"))
+    return _stack(
+        "flops", "FLOPs by role, per step", note, runs[0], layers, lambda axes: charts.prefixed(axes.yaxis, "FLOP")
+    )
 
 
 def _time(runs: Sequence[History]) -> Chart | None:
@@ -312,7 +314,7 @@ def _refit_times(runs: Sequence[History]) -> Chart | None:
 def _refit_bytes(runs: Sequence[History]) -> Chart | None:
     def scale(axes: Axes, values: list[float]) -> None:
         charts.from_zero(axes, values)
-        charts.prefixed(axes, "B")
+        charts.prefixed(axes.yaxis, "B")
 
     return _lines(runs, "refit_bytes", "Refit bytes", {"refit/bytes": ""}, scale, "Sent to the engine at each refit.")
 
@@ -364,10 +366,8 @@ def _bars(name: str, title: str, note: str, rows: list[tuple[str, list[tuple[str
             left = [start + value for start, value in zip(left, values, strict=True)]
         axes.invert_yaxis()
         axes.set_xlim(0, max(left) * 1.02 or 1)
-        axes.xaxis.set_major_formatter(charts.EngFormatter(unit=unit, sep=" "))
+        charts.prefixed(axes.xaxis, unit)
         axes.grid(axis="y", visible=False)
         charts.legend(axes, 5)
 
     return Chart(name, title, note, draw, 1.3 + 0.35 * len(rows))
-
-
