@@ -94,7 +94,6 @@ def test_a_fault_of_the_drawing_does_not_end_the_run(tmp_path: Path, capsys: pyt
     write(tmp_path, [{"kind": "message", "text": "hello"}])
     screen = Screen(tmp_path, FakeFullDisk())
     screen._display.load()
-    screen._stop.wait = lambda timeout=None: False  # type: ignore[method-assign]
     write(tmp_path, run_rows(1))
     screen._follow()
     error = capsys.readouterr().err
