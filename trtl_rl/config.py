@@ -66,6 +66,9 @@ class RunConfig(Part):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Where else the metrics go, through Accelerate; one or several."
+    )
 
     @model_validator(mode="after")
     def _gpu_memory_needs_a_gpu(self) -> RunConfig:
@@ -79,6 +82,12 @@ class RunConfig(Part):
         """``rewards=exact_match`` and ``rewards=[exact_match, format]`` are short for full entries."""
         items = value if isinstance(value, list) else [value]
         return [{"name": item} if isinstance(item, str) else item for item in items]
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _trackers(cls, value: Any) -> Any:
+        """``trackers=wandb`` is short for ``trackers=[wandb]``."""
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _what_cuda_cannot(self) -> RunConfig:
