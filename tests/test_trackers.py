@@ -45,7 +45,9 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate.PartialState(cpu=True)  # as the learner makes it
 
 
-def follow(run_dir: Path, *trackers: FakeTracker, names: tuple[str, ...] = ("wandb",)) -> tuple[MetricsWriter, Tracking]:
+def follow(
+    run_dir: Path, *trackers: FakeTracker, names: tuple[str, ...] = ("wandb",)
+) -> tuple[MetricsWriter, Tracking]:
     metrics = MetricsWriter(run_dir / "metrics.jsonl")
     made = dict(zip(names, trackers, strict=True))
 

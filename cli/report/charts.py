@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +49,6 @@ DARK = Palette(
     "#30363d",
     ("#58b4f0", "#f08a5d", "#3fcf9f", "#e08ac8", "#e2c044", "#8fd3ff", "#a5a5ff", "#b0b8c2"),
 )
-# Stand for the page's colours in an SVG, and are replaced by their names.
-_MARKS = Palette("#0f0001", "#0f0002", "#0f0003", tuple(f"#0e000{at}" for at in range(SERIES)))
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,20 @@ class Chart:
     draw: Callable[[Axes, Palette], None]
     height: float = _SIZE[1]
 
-    def svg(self) -> str:
-        """For a page that defines the colours as ``--ink``, ``--faint``, ``--grid`` and ``--c0`` and so on."""
-        out = io.StringIO()
-        with _figure(self, _MARKS) as figure:
-            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        return _themed(out.getvalue(), self.name)
-
-    def png(self) -> bytes:
-        """On white, with its title."""
-        out = io.BytesIO()
-        with _figure(self, LIGHT) as figure:
-            figure.suptitle(self.title, x=0.02, ha="left", fontsize=10, fontweight="bold", color=LIGHT.ink)
-            figure.savefig(out, format="png", dpi=160, facecolor="white")
-        return out.getvalue()
+    def render(self) -> tuple[str, bytes]:
+        """As SVG for a page that defines the colours as ``--ink``, ``--faint``, ``--grid``, ``--c0`` and so on; as PNG on white."""
+        svg, png = io.StringIO(), io.BytesIO()
+        with _figure(self) as figure:
+            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+            figure.set_layout_engine("none")  # what was found for the SVG stays; finding it takes the longest
+            figure.text(0.02, 1.02, self.title, fontsize=10, fontweight="bold", color=LIGHT.ink)
+            figure.savefig(png, format="png", dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.15)
+        return _themed(svg.getvalue(), self.name), png.getvalue()
 
 
 @contextmanager
-def _figure(chart: Chart, palette: Palette) -> Iterator[Figure]:
+def _figure(chart: Chart) -> Iterator[Figure]:
+    palette = LIGHT
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": chart.name,  # the same drawing is the same file
@@ -122,10 +116,9 @@ def _figure(chart: Chart, palette: Palette) -> Iterator[Figure]:
 def _themed(svg: str, name: str) -> str:
     """The ``<svg>`` element with the page's colours and font, and ids of its own beside other drawings."""
     svg = svg[svg.index("<svg") :]
-    for mark, colour in [(_MARKS.ink, "ink"), (_MARKS.faint, "faint"), (_MARKS.grid, "grid")]:
-        svg = svg.replace(mark, f"var(--{colour})")
-    for at, mark in enumerate(_MARKS.series):
-        svg = svg.replace(mark, f"var(--c{at})")
+    names = {LIGHT.ink: "ink", LIGHT.faint: "faint", LIGHT.grid: "grid"}
+    names |= {colour: f"c{at}" for at, colour in enumerate(LIGHT.series)}
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{names[found[0]]})" if found[0] in names else found[0], svg)
     svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -159,7 +152,9 @@ def prefixed(axis: Axis, unit: str) -> None:
 
 
 def plain(axis: Axis) -> None:
-    """Numbers without exponents, on a logarithmic axis."""
+    """Numbers without exponents, on a logarithmic axis: 1, 2, 5, 10 and so on."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

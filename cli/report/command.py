@@ -37,14 +37,14 @@ def report(runs: Sequence[Path], output: Path | None = None) -> int:
     _name_apart(histories)
     target = output or (runs[0] / "report" if len(histories) == 1 else Path("report"))
     _check(target)
-    charts = all_charts(histories)
-    html = page(histories, charts)
+    charts = [(chart, *chart.render()) for chart in all_charts(histories)]
+    html = page(histories, [(chart, svg) for chart, svg, _ in charts])
     try:
         target.mkdir(parents=True, exist_ok=True)
         for old in target.glob("*.png"):
             old.unlink()
-        for chart in charts:
-            (target / f"{chart.name}.png").write_bytes(chart.png())
+        for chart, _, png in charts:
+            (target / f"{chart.name}.png").write_bytes(png)
         part = target / f"{_PAGE}.part"
         part.write_text(html, encoding="utf-8")
         os.replace(part, target / _PAGE)

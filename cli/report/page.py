@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -34,8 +35,12 @@ class Figure:
     tone: str = ""
 
 
-def page(runs: Sequence[History], charts: Sequence[Chart]) -> str:
-    """The HTML. Everything that comes from a run is escaped; drawings and style are inside, nothing is fetched."""
+def page(runs: Sequence[History], charts: Sequence[tuple[Chart, str]]) -> str:
+    """The HTML. Everything that comes from a run is escaped; drawings and style are inside, nothing is fetched.
+
+    Args:
+        charts: Each with its SVG.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -47,7 +52,7 @@ def page(runs: Sequence[History], charts: Sequence[Chart]) -> str:
         title=" · ".join(clean(run.name) for run in runs),
         runs=[_run(run) for run in runs],
         equal=_equal(runs),
-        charts=[{"title": c.title, "note": c.note, "svg": Markup(c.svg())} for c in charts],
+        charts=[{"title": c.title, "note": c.note, "svg": Markup(svg)} for c, svg in charts],
         resumed=any(run.resumes for run in runs),
         light=Markup(_variables(LIGHT)),
         dark=Markup(_variables(DARK)),
@@ -163,7 +168,11 @@ def _first_and_last(run: History, name: str, label: str, unit: str = "") -> Figu
     if len(values) == 1:
         return Figure(label, number(last, 2), unit)
     words = "step" if part == 1 else f"{part} steps"
-    return Figure(label, f"{number(first, 2)} → {number(last, 2)}", f"{unit}, first and last {words}".lstrip(", "))
+    return Figure(label, f"{_short(first)} → {_short(last)}", f"{unit}, first and last {words}".lstrip(", "))
+
+
+def _short(value: float | None) -> str:
+    return number(value, 2 if value is not None and abs(value) < 10 else 1)
 
 
 def _held_out(run: History) -> Figure:
@@ -186,13 +195,13 @@ def _mean(run: History, name: str) -> float | None:
 
 
 def _per_step(run: History) -> str:
-    seconds = _mean(run, "timing_s/step")
-    return "" if seconds is None else f"{duration(seconds)} a step"
+    values = run.series("timing_s/step").values
+    return f"median {duration(median(values))} a step" if values else ""
 
 
 def _speed(run: History) -> str:
-    speed = _mean(run, "perf/tokens_per_second")
-    return "" if speed is None else f"{number(speed, 0)} tokens/s, mean of steps"
+    values = run.series("perf/tokens_per_second").values
+    return f"median {number(median(values), 0)} tokens/s" if values else ""
 
 
 def _role_seconds(directory: Path) -> dict[str, float]:

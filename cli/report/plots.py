@@ -119,12 +119,18 @@ def _lines(
                     continue
                 seen += series.values
                 text = " ".join(filter(None, [run.name if several else "", label]))
-                _plot(axes, series, palette.line(at if several else line), text, several and line > 0)
+                _plot(
+                    axes,
+                    series,
+                    palette.line(at if several else line),
+                    text,
+                    line > 0 and (several or "mean" in metrics.values()),
+                )
         scale(axes, seen)
         charts.steps_axis(axes, _last_step(runs))
         _resumes(axes, runs, palette)
         if several or len(metrics) > 1:
-            charts.legend(axes, 2 if several else 3)
+            charts.legend(axes, 2 if several else 5)
 
     return Chart(name, title, note + _binned_note(runs, next(iter(metrics))), draw)
 
@@ -243,7 +249,7 @@ def _imbalance(runs: Sequence[History]) -> Chart | None:
         if len(runs) > 1:
             charts.legend(axes, 2)
 
-    note = "Mean token NLL of negative over positive answers, logarithmic. 1: balanced; dashed: the dashboard's alarm at 20."
+    note = "Mean token NLL of negative over positive answers, logarithmic. Line: balanced. Dashed: 20, an alarm unless asympo."
     return Chart("imbalance", "Imbalance S̄_N / S̄_P", note, draw)
 
 
