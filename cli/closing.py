@@ -55,14 +55,14 @@ def print_closing(view: View, console: Console) -> None:
         console.print(Text(clean(view.end["text"], newline="\n")), soft_wrap=True)
 
 
-def print_several(views: Sequence[View], console: Console) -> None:
+def print_several(runs: Sequence[tuple[str, View]], console: Console) -> None:
     """One line a run: how it ended, and its main numbers."""
     table = _table("run", "steps", "status", "reward", "held out", "FLOPs", "learning")
-    for view in views:
+    for name, view in runs:
         values, found = view.curve.values(), view.last_evaluation
         total = sum(view.flops.values())
         table.add_row(
-            Text(clean(view.run_dir), overflow="fold"),
+            Text(clean(name), overflow="fold"),
             str(view.step),
             clean("not finished" if view.end is None else view.end.get("status", "ended")),
             f"{number(values[0], 2)} -> {number(values[-1], 2)}" if values else "-",

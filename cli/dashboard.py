@@ -146,12 +146,12 @@ class Display:
 
     def summarise(self) -> None:
         """Print the summary, if a run had begun."""
-        known = [run.view for run in self.runs if run.view.facts]
+        known = [(name, run.view) for name, run in zip(self.names, self.runs, strict=True) if run.view.facts]
         if not known or self.gone:
             return
         try:
             if len(self.runs) == 1:
-                print_closing(known[0], self._console)
+                print_closing(self.view, self._console)
             else:
                 print_several(known, self._console)
             self._terminal.flush()

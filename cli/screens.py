@@ -200,7 +200,7 @@ def _coverage(view: View, width: int, now: float) -> list[Text]:
         texts += [clean(f"{name} {value}") for name, value in versions.items()]
     if view.probes:
         worst = f"at most {view.worst_tokens:.0f} differing tokens, by up to {number(view.worst_abs)}"
-        texts += ["", f"parity: {view.probes} probes, {worst}"]
+        texts += ["", f"parity: {view.probes} probe{'' if view.probes == 1 else 's'}, {worst}"]
     return [Text(line) for text in texts for line in (wrap(text, width, 20) if text else [""])]
 
 

@@ -184,13 +184,13 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def find(name: str) -> Metric | None:
-    """The line of the table for a metric's full name; a literal name goes before a pattern.
+    """The line of the table for a metric's full name, or None; of several patterns the one that says most.
 
     >>> find("flops/cumulative/search").unit
     'FLOP'
     """
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
-    return min(found, key=lambda metric: metric.name.count("{"), default=None)
+    return max(found, key=lambda metric: len(re.sub(r"\{[^}]*\}", "", metric.name)), default=None)
 
 
 _HEAD = """\
