@@ -33,8 +33,8 @@ from trtl_rl.cli.screens import Look, screen
 from trtl_rl.cli.several import beside
 from trtl_rl.cli.view import View
 
-POLL_SECONDS = 0.25  # the shortest time between two redraws
-_CLOCK_SECONDS = 1.0  # redraw this often without news: ETA and the stall rule move on
+POLL_SECONDS = 0.25  # between two looks at the file and the window's size; a key is seen at once
+_REDRAW_SECONDS = 1.0  # drawing costs the most: news wait for the next second, keys and new sizes do not
 
 
 class Display:
@@ -122,14 +122,16 @@ class Display:
             self._pressed = True
 
     def tick(self, now: float) -> None:
-        """Read new rows and draw if there is news, a key, a new size, or a second has passed."""
+        """Read new rows, and draw if a second has passed, a key was pressed, or the window has a new size."""
         if not self.live:
             self._print_new(now)
             return
-        news = sum(1 for run in self.runs for _ in run.rows())
+        for run in self.runs:
+            for _ in run.rows():
+                pass
         size = self._fit()
-        late = self._drawn is None or size != self._drawn[1] or now - self._drawn[0] >= _CLOCK_SECONDS
-        if news or late or self._pressed:
+        due = self._drawn is None or size != self._drawn[1] or now - self._drawn[0] >= _REDRAW_SECONDS
+        if due or self._pressed:
             self._drawn, self._pressed = (now, size), False
             self._live.refresh()
 

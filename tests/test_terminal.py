@@ -397,7 +397,7 @@ with Screen(run):
     os.write(2, b"printed by a library in C\\n")
     subprocess.run([sys.executable, "-c", "print('printed by a child')"], stdout=sys.stdout)
     writer.step(1, {"reward": 0.5})
-    time.sleep(0.6)
+    time.sleep(1.6)
     writer.step(2, {"reward": 0.7})
     writer.write("end", status="done", step=2, text="last words")
 print("after")
