@@ -17,6 +17,7 @@ from trtl_rl.metrics import Row
 
 ROLES = ("search", "learning", "feedback")
 _RECENT = 64  # steps that the median step time and the ETA look at
+_TOTALS = 512  # steps whose sums of FLOPs are kept, for a resumed run that does some again
 _SAMPLES = 64
 _MESSAGES = 200
 
@@ -129,6 +130,9 @@ class View:
     began: float | None = None
     heard: float | None = None
     moved: float | None = None
+    _totals: deque[tuple[int, dict[str, float], dict[str, float]]] = field(
+        default_factory=lambda: deque(maxlen=_TOTALS)
+    )
     _timings: dict[str, deque[float]] = field(default_factory=dict)
     _marks: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -179,8 +183,7 @@ class View:
         step = finite(row.get("step"))
         number = self.step + 1 if step is None else int(step)
         if number <= self.step:
-            self.curve.drop_from(number)
-            self._marks.clear()
+            self._back_to(number)
         self.step, self.metrics, self.progress = number, numbers(row.get("metrics")), None
         if (reward := self.metrics.get("reward")) is not None:
             self.curve.add(number, reward)
@@ -201,6 +204,17 @@ class View:
             if name.startswith("flops/wasted/"):
                 fate = name.removeprefix("flops/wasted/")
                 self.wasted[fate] = self.wasted.get(fate, 0.0) + value
+        self._totals.append((number, dict(self.flops), dict(self.wasted)))
+
+    def _back_to(self, step: int) -> None:
+        """``step`` and later ones were lost with a process, and come again: what they had cost no longer counts."""
+        self.curve.drop_from(step)
+        self._marks.clear()
+        oldest = self._totals[0] if len(self._totals) == self._totals.maxlen else None
+        while self._totals and self._totals[-1][0] >= step:
+            self._totals.pop()
+        _, flops, wasted = self._totals[-1] if self._totals else oldest or (0, dict.fromkeys(ROLES, 0.0), {})
+        self.flops, self.wasted = dict(flops), dict(wasted)
 
     def _probe(self) -> None:
         found = {name: value for name, value in self.metrics.items() if name.startswith("mismatch")}

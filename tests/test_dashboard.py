@@ -318,6 +318,13 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats() -> None:
     assert len(view.curve.values()) == 12 and view.curve.values()[-2:] == [9.0, 9.0]
 
 
+def test_flops_of_steps_that_a_resumed_run_does_again_count_once() -> None:
+    rows = run_rows(20)
+    again = [{**row} for row in rows if row["kind"] == "step" and row["step"] > 10]
+    view, straight = view_of([*rows, {"kind": "start", "time": NOW}, *again]), view_of(rows)
+    assert view.wasted == straight.wasted and view.flops == straight.flops
+
+
 def test_figures_round_across_units() -> None:
     assert [quantity(v, "FLOP") for v in (0, 999.4, 999.6, 99_960, 3.21e12)] == [
         "0 FLOP",

@@ -190,6 +190,21 @@ def test_tensorboard_holds_every_step_of_a_resumed_run(tmp_path: Path) -> None:
     assert not messages(tmp_path)
 
 
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Records of a .wandb file: LevelDB's log format (blocks of 32 KiB; checksum, length, type, part) after 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
 def test_wandb_offline_holds_every_step_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -201,13 +216,10 @@ def test_wandb_offline_holds_every_step_of_a_resumed_run(tmp_path: Path, monkeyp
         metrics.close()
     assert not messages(tmp_path)
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal import datastore
 
     rows, ids = [], set()
     for file in sorted(tmp_path.rglob("*.wandb"), key=lambda path: path.stat().st_mtime):
-        store = datastore.DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
+        for data in wandb_records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.run.run_id:
