@@ -135,10 +135,10 @@ def test_colours_of_the_page_follow_light_and_dark(whole: Path) -> None:
     assert used <= defined
 
 
-SLOW = [pytest.param(state, marks=pytest.mark.slow) for state in ("unfinished", "failed", "no probes")]
+SLOW = [pytest.param(state, marks=pytest.mark.slow) for state in ("unfinished", "failed", "resumed", "no probes")]
 
 
-@pytest.mark.parametrize("state", ["started", "one step", "resumed", *SLOW])
+@pytest.mark.parametrize("state", ["started", "one step", *SLOW])
 def test_runs_in_every_state_have_a_report(state: str, tmp_path: Path) -> None:
     rows = run_rows({"started": 0, "one step": 1}.get(state, 8))
     wanted = "unfinished"
@@ -172,7 +172,7 @@ def test_a_resumed_runs_lost_steps_count_once(tmp_path: Path) -> None:
     assert run.spent().values[-1] == pytest.approx(15 * 1.19e11)
 
 
-def test_runs_are_compared_where_the_least_has_ended(tmp_path: Path) -> None:
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
     long, short = tmp_path / "long", tmp_path / "short"
     write(long, run_rows(100))
     rows = run_rows(40)
@@ -180,10 +180,20 @@ def test_runs_are_compared_where_the_least_has_ended(tmp_path: Path) -> None:
         if row["kind"] == "step":
             row["metrics"] = {"reward": 1.0, "flops/total": 2.38e11, "flops/learning": 2.38e11, "timing_s/step": 1.0}
     write(short, rows)
+    return long, short
+
+
+def test_runs_are_compared_where_the_least_has_ended(tmp_path: Path) -> None:
+    long, short = two_runs(tmp_path)
     one, other = compare([History.read(long), History.read(short)])
     assert one.flops == other.flops == pytest.approx(40 * 2.38e11)
     assert one.step == 80 and other.step == 40, "a step of the first costs half as much"
     assert one.window == 4 and other.reward == 1.0 and other.seconds == pytest.approx(40.0)
+
+
+@pytest.mark.slow
+def test_the_page_of_several_runs_compares_them(tmp_path: Path) -> None:
+    long, short = two_runs(tmp_path)
     out = tmp_path / "both"
     assert report([long, short], out) == 0
     text = " ".join(Page((out / "index.html").read_text()).text.split())
