@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trtl_rl.cli.panels import frame
+from trtl_rl.cli.screens import Look, screen
 from trtl_rl.cli.view import View
 from trtl_rl.metrics import read_rows
 
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 88, 26
 
 def main(run: Path, step: int, picture: Path) -> None:
     """Feed the rows up to ``step`` to the dashboard and save its frame."""
-    view = View(Path("runs/demo"))
+    view = View("runs/demo")
     now = 0.0
     for row in read_rows(run / "metrics.jsonl"):
         if row["kind"] == "step" and row["step"] > step:
@@ -29,7 +29,7 @@ def main(run: Path, step: int, picture: Path) -> None:
         view.apply({**row, "run_dir": "runs/demo"} if row["kind"] == "start" else row)
         now = row["time"]
     console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
-    for line in frame(view, WIDTH, HEIGHT, now):
+    for line in screen(view, Look(), WIDTH, HEIGHT, now, keys=True):
         console.print(line)
     svg = console.export_svg(title="trtl-rl run")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched to show it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -52,6 +54,25 @@ def print_closing(view: View, console: Console) -> None:
     if view.end is not None and view.end.get("text"):
         console.print()
         console.print(Text(clean(view.end["text"], newline="\n")), soft_wrap=True)
+
+
+def print_several(runs: Sequence[tuple[str, View]], console: Console) -> None:
+    """One line a run: how it ended, and its main numbers."""
+    table = _table("run", "steps", "status", "reward", "held out", "FLOPs", "learning")
+    for name, view in runs:
+        values, found = view.curve.values(), view.last_evaluation
+        total = sum(view.flops.values())
+        table.add_row(
+            Text(clean(name), overflow="fold"),
+            str(view.step),
+            clean("not finished" if view.end is None else view.end.get("status", "ended")),
+            f"{number(values[0], 2)} -> {number(values[-1], 2)}" if values else "-",
+            number(next(iter(found[1].values()), None), 2) if found is not None else "-",
+            quantity(total, "FLOP") if total > 0 else "-",
+            percent(view.share("learning")),
+        )
+    console.print()
+    console.print(table)
 
 
 def _headline(view: View) -> Text:

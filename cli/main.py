@@ -49,12 +49,27 @@ def run(
 
 @app.command()
 def watch(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a live or finished run.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Directories of live or finished runs.")
+    ],
 ) -> None:
-    """Show the dashboard of a run."""
+    """Show the dashboard of a run, or of several beside each other. Key h: help."""
     from trtl_rl.cli.watch import watch as show
 
-    raise typer.Exit(_guard(lambda: show(directory)))
+    raise typer.Exit(_guard(lambda: show(directories)))
+
+
+@app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Directories of runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to write; default: RUN/report, or ./report for several runs.")
+    ] = None,
+) -> None:
+    """Write one HTML file and PNG plots about a run, or comparing several."""
+    from trtl_rl.cli.report.command import report as write
+
+    raise typer.Exit(_guard(lambda: write(directories, output)))
 
 
 @app.command()

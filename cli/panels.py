@@ -5,7 +5,7 @@
     header        what runs and where           step      n/N and ETA, or the long work under way
     reward        the curve of all steps        FLOPs     one bar per role
     numbers       eight of them                 sample    a prompt and its completion
-    alerts        broken rules                  message   the last one
+    alerts        broken rules                  message   the last one, and the keys
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from rich.text import Text
 
 from trtl_rl.cli.figures import bar, bounds, chart, clean, duration, number, percent, quantity, resample, squeeze, wrap
 from trtl_rl.cli.rules import broken_rules, style_of
-from trtl_rl.cli.view import ROLES, View, finite
+from trtl_rl.cli.view import PARTS, ROLES, View, finite
 from trtl_rl.recipe.audit import audit_lines
 
 _WIDE = 110  # columns from which numbers stand beside the curve
 _LABEL = 19
 
 
-def frame(view: View, width: int, height: int, now: float) -> list[Text]:
-    """Draw ``view`` at ``now`` (Unix seconds) into at most ``height`` lines of at most ``width`` columns."""
+def frame(view: View, width: int, height: int, now: float, hint: str = "") -> list[Text]:
+    """Draw ``view`` at ``now`` (Unix seconds) into at most ``height`` lines of at most ``width`` columns.
+
+    Args:
+        hint: The last line, where there is room: which keys there are.
+    """
     top = [*_header(view, width), _step_line(view, width, now)]
     bottom = _bottom(view, width, now)
+    if hint and height >= 20:
+        bottom.append(Text(hint, style="dim"))
     room = height - len(top) - len(bottom)
     if view.rows == 0:
         middle: list[Text] = []
@@ -112,17 +118,20 @@ def _step_line(view: View, width: int, now: float) -> Text:
     shares = [view.step / view.steps] if view.steps else []
     shares += [view.budget] if view.budget is not None else []
     if not view.step:
-        return Text("starting …")
-    return _gauge(head, max(shares, default=0.0), f"  ETA {_eta(view, now)}", width)
+        part = "" if view.part is None else f"  first step: {clean(PARTS.get(view.part[0], view.part[0]))}"
+        return Text(f"starting …{part}")
+    return _gauge(head, max(shares, default=0.0), f"  ETA {eta_text(view, now)}", width)
 
 
-def _eta(view: View, now: float) -> str:
-    eta = None if view.stalled(now) else view.eta(now)
-    if eta is None:
+def eta_text(view: View, now: float) -> str:
+    """The time to the planned steps and to the end of the budget; of a run with both, the nearer end first."""
+    ends = {} if view.stalled(now) else view.eta(now)
+    if not ends:
         return "-"
-    seconds, by = eta
-    left = f"{seconds:.0f} s" if seconds < 59.5 else duration(seconds)
-    return f"{left} (FLOP budget)" if by == "budget" else left
+    texts = {by: f"{seconds:.0f} s" if seconds < 59.5 else duration(seconds) for by, seconds in ends.items()}
+    if list(texts) == ["steps"]:
+        return texts["steps"]
+    return ", ".join(f"{texts[by]} by {by}" for by in sorted(texts, key=lambda by: ends[by]))
 
 
 def _count(value: float) -> str:
@@ -217,6 +226,6 @@ def alerts(view: View, now: float) -> Iterable[tuple[str, str]]:
     """One ``(text, style)`` per broken rule, the gravest first."""
     for rule in broken_rules(view, now):
         if rule.name == "stall":
-            yield clean(f"no step for {duration(view.age(now))}; {view.stalled(now)}"), rule.style
+            yield clean(f"no progress for {duration(view.age(now))}; {view.stalled(now)}"), rule.style
         else:
             yield f"{rule.name} {rule.when}: {rule.meaning}", rule.style

@@ -18,7 +18,7 @@ class PlainLines:
 
     def feed(self, row: Row) -> list[str]:
         """The lines for ``row``: none for samples and for progress that neither begins nor ends."""
-        self._stall_told = False
+        self._stall_told = self._stall_told and row.get("kind") in ("message", "part")
         match row.get("kind"):
             case "start":
                 about = (place(self._view), facts(self._view), *coverage(self._view))
@@ -39,7 +39,7 @@ class PlainLines:
         if missed is None or self._stall_told:
             return []
         self._stall_told = True
-        return [f"warning: no step for {duration(self._view.age(now))}; {clean(missed)}"]
+        return [f"warning: no progress for {duration(self._view.age(now))}; {clean(missed)}"]
 
     def _progress(self, row: Row) -> list[str]:
         work = progress_of(row)

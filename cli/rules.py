@@ -10,7 +10,10 @@ from trtl_rl.cli.view import View
 
 @dataclass(frozen=True)
 class Rule:
-    """Colours the entry ``name`` with ``style`` (a named terminal colour) while ``broken(view, now)`` holds."""
+    """Colours the entry ``name`` with ``style`` while ``broken(view, now)`` holds.
+
+    Styles name the terminal's own colours, and each can be read on a light and on a dark background.
+    """
 
     name: str
     style: str
@@ -23,45 +26,45 @@ def _above(name: str, limit: float) -> Callable[[View, float], bool]:
     return lambda view, now: view.metrics.get(name, limit) > limit
 
 
+RED, YELLOW = "bold red", "black on yellow"
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "mismatch",
-        "red",
+        RED,
         "above 0",
         "trainer and engine disagree at the same weights",
         lambda view, now: any(view.probe.get(f"mismatch/{part}", 0) > 0 for part in ("differing_tokens", "max_abs")),
     ),
     Rule(
         "stall",
-        "red",
-        "no row for 10 median steps and 30 s",
+        RED,
+        "no progress for 10 median steps and 30 s",
         "the run hangs, was killed, or does a very long step",
         lambda view, now: view.stalled(now) is not None,
     ),
     Rule(
         "imbalance",
-        "yellow",
+        YELLOW,
         "above 20, not asympo",
         "wrong answers outweigh right ones by far",
         lambda view, now: view.facts.get("loss") != "asympo" and view.metrics.get("asympo/imbalance", 0.0) > 20,
     ),
     Rule(
         "truncated",
-        "yellow",
+        YELLOW,
         "above 20%",
         "answers end at sampling.max_new_tokens, incomplete",
         _above("completions/clipped_ratio", 0.2),
     ),
     Rule(
         "zero-signal",
-        "yellow",
+        YELLOW,
         "above 50%",
         "most groups have equal rewards and teach nothing",
         _above("frac_reward_zero_std", 0.5),
     ),
 )
-
-RULES_TEXT = "Colours:\n" + "\n".join(f"  {r.style:<6}  {r.name} {r.when}: {r.meaning}" for r in RULES)
 
 
 def style_of(name: str, view: View, now: float) -> str:

@@ -17,6 +17,17 @@ from trtl_rl.metrics import Row
 
 ROLES = ("search", "learning", "feedback")
 _RECENT = 64  # steps that the median step time and the ETA look at
+_TOTALS = 512  # steps whose sums of FLOPs are kept, for a resumed run that does some again
+_SAMPLES = 64
+_MESSAGES = 200
+
+# What the parts of a step wait for, for people.
+PARTS = {
+    "rollout_wait": "waiting for rollouts (engine or reward functions)",
+    "learn": "the update (learner)",
+    "refit": "the refit (engine takes new weights)",
+    "parity": "the parity probe (engine answers)",
+}
 
 
 class Curve:
@@ -83,13 +94,15 @@ class View:
         wasted: FLOPs so far by fate (``stale``, ``failed`` …), which the roles already count.
         curve: The reward of all steps, binned.
         progress: Long work under way, or ``None``.
+        part: The part of a step that takes very long, and since when (Unix seconds); ``None`` when none does.
         probes, worst_tokens, worst_abs: How many probes there were, and the largest of what they found.
-        sample, message: The last row of that kind.
+        samples, messages: The last rows of those kinds.
         warnings: Messages of level ``warning`` or ``error``.
         first_evaluation, last_evaluation: ``(step, metrics)``.
         end: The ``end`` row; ``None`` while the run goes on.
         rows, torn: Rows taken, and lines that were no JSON (a kill tears one).
         began, heard: Unix seconds of the last ``start`` row and of the last row.
+        moved: Unix seconds of the last row that tells of work done: no message, no part that takes long.
     """
 
     run_dir: str
@@ -105,8 +118,9 @@ class View:
     wasted: dict[str, float] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     progress: Progress | None = None
-    sample: Row | None = None
-    message: Row | None = None
+    part: tuple[str, float] | None = None
+    samples: deque[Row] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    messages: deque[Row] = field(default_factory=lambda: deque(maxlen=_MESSAGES))
     warnings: int = 0
     first_evaluation: tuple[int, dict[str, float]] | None = None
     last_evaluation: tuple[int, dict[str, float]] | None = None
@@ -115,6 +129,11 @@ class View:
     torn: int = 0
     began: float | None = None
     heard: float | None = None
+    moved: float | None = None
+    _totals: deque[tuple[int, dict[str, float], dict[str, float]]] = field(
+        default_factory=lambda: deque(maxlen=_TOTALS)
+    )
+    _timings: dict[str, deque[float]] = field(default_factory=dict)
     _marks: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -124,7 +143,10 @@ class View:
             return
         self.rows += 1
         self.heard = finite(row.get("time")) or self.heard
-        match row.get("kind"):
+        kind = row.get("kind")
+        if kind not in ("message", "part"):
+            self.moved, self.part = self.heard, None
+        match kind:
             case "start":
                 self._start(row)
             case "progress":
@@ -136,9 +158,12 @@ class View:
             case "step":
                 self._step(row)
             case "sample":
-                self.sample = row
+                self.samples.append(row)
+            case "part":
+                seconds = finite(row.get("seconds")) or 0.0
+                self.part = (str(row.get("name", "")), (self.heard or 0.0) - seconds)
             case "message":
-                self.message = row
+                self.messages.append(row)
                 self.warnings += row.get("level") in ("warning", "error")
             case "evaluation":
                 self.last_evaluation = (int(finite(row.get("step")) or 0), numbers(row.get("metrics")))
@@ -158,8 +183,7 @@ class View:
         step = finite(row.get("step"))
         number = self.step + 1 if step is None else int(step)
         if number <= self.step:
-            self.curve.drop_from(number)
-            self._marks.clear()
+            self._back_to(number)
         self.step, self.metrics, self.progress = number, numbers(row.get("metrics")), None
         if (reward := self.metrics.get("reward")) is not None:
             self.curve.add(number, reward)
@@ -169,6 +193,9 @@ class View:
             self._step_seconds.append(max(self.heard - self._marks[-1][0], 0.0))
         if self.heard is not None:
             self._marks.append((self.heard, number, self.metrics.get("flops/budget_frac")))
+        for name, value in self.metrics.items():
+            if name.startswith("timing_s/"):
+                self._timings.setdefault(name, deque(maxlen=_RECENT)).append(value)
         self._probe()
         for role in ROLES:
             spent = self.metrics.get(f"flops/{role}", 0.0)
@@ -177,6 +204,17 @@ class View:
             if name.startswith("flops/wasted/"):
                 fate = name.removeprefix("flops/wasted/")
                 self.wasted[fate] = self.wasted.get(fate, 0.0) + value
+        self._totals.append((number, dict(self.flops), dict(self.wasted)))
+
+    def _back_to(self, step: int) -> None:
+        """``step`` and later ones were lost with a process, and come again: what they had cost no longer counts."""
+        self.curve.drop_from(step)
+        self._marks.clear()
+        oldest = self._totals[0] if len(self._totals) == self._totals.maxlen else None
+        while self._totals and self._totals[-1][0] >= step:
+            self._totals.pop()
+        _, flops, wasted = self._totals[-1] if self._totals else oldest or (0, dict.fromkeys(ROLES, 0.0), {})
+        self.flops, self.wasted = dict(flops), dict(wasted)
 
     def _probe(self) -> None:
         found = {name: value for name, value in self.metrics.items() if name.startswith("mismatch")}
@@ -191,8 +229,22 @@ class View:
         return median(self._step_seconds) if self._step_seconds else None
 
     @property
+    def sample(self) -> Row | None:
+        """The last one."""
+        return self.samples[-1] if self.samples else None
+
+    @property
+    def message(self) -> Row | None:
+        """The last one."""
+        return self.messages[-1] if self.messages else None
+
+    def timings(self) -> dict[str, tuple[float, float, float]]:
+        """Of each ``timing_s/…`` metric the last value, median and maximum of the recent steps, in seconds."""
+        return {name: (values[-1], median(values), max(values)) for name, values in self._timings.items()}
+
+    @property
     def budget(self) -> float | None:
-        """Used share of the FLOP budget, where the run has one."""
+        """Used share of the nearest limit, where the run has a budget."""
         return self.metrics.get("flops/budget_frac")
 
     def share(self, role: str) -> float | None:
@@ -201,32 +253,31 @@ class View:
         return self.flops[role] / total if total > 0 else None
 
     def age(self, now: float) -> float:
-        """Seconds since the last row."""
-        return 0.0 if self.heard is None else max(now - self.heard, 0.0)
+        """Seconds since the last row that told of work done."""
+        return 0.0 if self.moved is None else max(now - self.moved, 0.0)
 
-    def eta(self, now: float) -> tuple[float, str] | None:
-        """Seconds to the nearer of the two ends, and which it is, ``steps`` or ``budget``; ``None`` while unknown."""
+    def eta(self, now: float) -> dict[str, float]:
+        """Seconds to the ends that are known: by ``steps`` and by ``budget``."""
         if len(self._marks) < 2:
-            return None
+            return {}
         (first, first_step, first_used), (last, last_step, last_used) = self._marks[0], self._marks[-1]
-        ends: list[tuple[float, str]] = []
+        ends: dict[str, float] = {}
         if self.steps is not None and last_step > first_step:
-            ends.append(((last - first) / (last_step - first_step) * max(self.steps - last_step, 0), "steps"))
+            ends["steps"] = (last - first) / (last_step - first_step) * max(self.steps - last_step, 0)
         if first_used is not None and last_used is not None and last_used > first_used:
-            ends.append(((last - first) / (last_used - first_used) * max(1 - last_used, 0.0), "budget"))
-        if not ends:
-            return None
-        seconds, by = min(ends)
-        return max(seconds - max(now - last, 0.0), 0.0), by
+            ends["budget"] = (last - first) / (last_used - first_used) * max(1 - last_used, 0.0)
+        return {by: max(seconds - max(now - last, 0.0), 0.0) for by, seconds in ends.items()}
 
     def stalled(self, now: float) -> str | None:
-        """What is missed, when no row came for ten median steps and at least 30 s; ``None`` when all is well."""
+        """What is missed, when no work was done for ten median steps and at least 30 s; ``None`` when all is well."""
         usual = self.step_seconds
         if self.end is not None or usual is None or self.age(now) <= max(30.0, 10 * usual):
             return None
         if self.progress is not None:
             work = self.progress
             return f"last: {work.name}, {work.done:g} of {work.total:g} {work.unit}".rstrip()
+        if self.part is not None:
+            return f"in {PARTS.get(self.part[0], self.part[0])}"
         parts = {
             name.removeprefix("timing_s/"): seconds
             for name, seconds in self.metrics.items()

@@ -13,7 +13,9 @@ from rich.cells import cell_len
 from trtl_rl.cli.dashboard import Display
 from trtl_rl.cli.figures import bar, bounds, chart, clean, duration, quantity, resample, squeeze, wrap
 from trtl_rl.cli.panels import frame
-from trtl_rl.cli.rules import RULES, RULES_TEXT, style_of
+from trtl_rl.cli.rules import RED, RULES, YELLOW, style_of
+from trtl_rl.cli.screens import SCREENS, Look, screen
+from trtl_rl.cli.several import beside
 from trtl_rl.cli.view import Curve
 
 # ---------------------------------------------------------------------------------------------- the frame
@@ -55,15 +57,22 @@ def test_the_frame_shows_what_it_promises(width: int, height: int) -> None:
         assert part in text, part
 
 
+@pytest.mark.parametrize("budget", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50)])
-def test_the_first_screen_has_at_most_sixteen_numbers(width: int, height: int) -> None:
-    """An entry counts once: "31%  4.4 TFLOP", "120/300", "0 tokens, max 0", "axis 0 to 1"."""
-    lines = draw(view_of(run_rows()), width, height)[2:]
+def test_the_first_screen_has_at_most_sixteen_numbers(width: int, height: int, budget: bool) -> None:
+    """An entry counts once: "31%  4.4 TFLOP", "120/300", both ETAs, "0 tokens, max 0", "axis 0 to 1"."""
+    rows = run_rows()
+    for row in rows:
+        if row["kind"] == "step" and budget:
+            row["metrics"]["flops/budget_frac"] = row["step"] / 500
+    lines = draw(view_of(rows), width, height)[2:]
+    assert any("by budget" in line for line in lines) == budget
     text = "\n".join(line for line in lines if not line.startswith("  ") or "FLOP" in line or "█" in line)
     text = re.sub(r"\d+% +[\d.]+ .?FLOP", "#", text)
     text = re.sub(r"0 tokens, max 0", "#", text)
     text = re.sub(r"\d+/\d+|axis \S+ to \S+", "#", text)
-    text = re.sub(r"\d+m\d+s", "#", text)
+    time = r"(?:\d+ s|\d+m\d+s)"
+    text = re.sub(rf"ETA {time} by \w+, {time} by \w+|ETA {time}", "#", text)
     found = re.findall(r"#|\d+(?:\.\d+)?(?:e[+-]\d+)?", text)
     assert 12 <= len(found) <= 16, found
 
@@ -108,11 +117,11 @@ def test_mismatch_keeps_the_last_probe_between_probes() -> None:
 @pytest.mark.parametrize(
     ("rule", "over", "colour"),
     [
-        ("mismatch", {"mismatch/differing_tokens": 1}, "red"),
-        ("mismatch", {"mismatch/max_abs": 1e-6}, "red"),
-        ("imbalance", {"asympo/imbalance": 20.1}, "yellow"),
-        ("truncated", {"completions/clipped_ratio": 0.21}, "yellow"),
-        ("zero-signal", {"frac_reward_zero_std": 0.51}, "yellow"),
+        ("mismatch", {"mismatch/differing_tokens": 1}, RED),
+        ("mismatch", {"mismatch/max_abs": 1e-6}, RED),
+        ("imbalance", {"asympo/imbalance": 20.1}, YELLOW),
+        ("truncated", {"completions/clipped_ratio": 0.21}, YELLOW),
+        ("zero-signal", {"frac_reward_zero_std": 0.51}, YELLOW),
     ],
 )
 def test_colour_comes_only_from_a_broken_rule(rule: str, over: dict[str, float], colour: str) -> None:
@@ -123,12 +132,14 @@ def test_colour_comes_only_from_a_broken_rule(rule: str, over: dict[str, float],
     for known in RULES:
         assert style_of(known.name, calm, NOW) == ""
         assert style_of(known.name, alarmed, NOW) == (colour if known.name == rule else "")
-    assert not any(span.style in ("red", "yellow") for line in frame(calm, 80, 24, NOW) for span in line.spans)
+    assert not any(span.style in (RED, YELLOW) for line in frame(calm, 80, 24, NOW) for span in line.spans)
     lines = frame(alarmed, 80, 24, NOW)
     assert any(span.style == colour for line in lines for span in line.spans), "the entry"
     assert any(line.style == colour and line.plain.startswith(rule) for line in lines), "the alert, in words"
     assert all(cell_len(line.plain) <= 80 and "…" not in line.plain for line in lines[-2:]), "alerts fit 80 columns"
-    assert rule in RULES_TEXT
+    help_text = "\n".join(line.plain for line in screen(alarmed, Look("h"), 80, 99, NOW, True))
+    known = next(known for known in RULES if known.name == rule)
+    assert f"{rule} {known.when}" in help_text and known.meaning in help_text
 
 
 def test_a_stall_names_what_is_missed_and_ends_with_the_next_row() -> None:
@@ -136,13 +147,25 @@ def test_a_stall_names_what_is_missed_and_ends_with_the_next_row() -> None:
     assert view.stalled(NOW + 29) is None, "ten median steps are 3.5 s, but 30 s are the least"
     text = "\n".join(draw(view, now=NOW + 42))
     assert "ETA -" in text
-    assert "no step for 42 s; last: step 20, mostly rollout wait" in text
+    assert "no progress for 42 s; last: step 20, mostly rollout wait" in text
     view.apply({"kind": "progress", "name": "evaluation", "done": 3, "total": 10, "unit": "prompts", "time": NOW + 43})
     assert view.stalled(NOW + 44) is None
     assert view.stalled(NOW + 99) == "last: evaluation, 3 of 10 prompts"
     slow = view_of(run_rows(20, **{"timing_s/step": 60.0}))
     assert slow.stalled(NOW + 599) is None and slow.stalled(NOW + 601) is not None
     assert view_of(run_rows(20, end=True)).stalled(NOW + 9999) is None
+
+
+def test_a_stalled_part_is_named_and_messages_do_not_hide_the_stall() -> None:
+    view = view_of(run_rows(20))
+    view.apply({"kind": "part", "name": "rollout_wait", "seconds": 20.0, "time": NOW + 20})
+    view.apply({"kind": "message", "level": "warning", "text": "No batch for 60 s", "time": NOW + 60})
+    text = "\n".join(draw(view, now=NOW + 61))
+    assert "no progress for 1m01s; in waiting for rollouts (engine or reward functions)" in text
+    timings = "\n".join(line.plain for line in screen(view, Look("t"), 80, 24, NOW + 61, True))
+    assert "now: waiting for rollouts (engine or reward functions), 1m01s so far" in timings
+    view.apply({"kind": "step", "step": 21, "metrics": {}, "time": NOW + 62})
+    assert view.stalled(NOW + 63) is None and view.part is None
 
 
 def test_a_resumed_run_is_not_stalled_while_it_loads() -> None:
@@ -159,16 +182,17 @@ def test_work_before_the_first_step_shows_its_name_and_a_bar() -> None:
     assert draw(view)[2] == "loading model …"
 
 
-def test_budget_and_steps_the_nearer_end_gives_the_eta() -> None:
+def test_the_eta_is_given_by_steps_and_by_budget_the_nearer_first() -> None:
     rows = run_rows(100)
     for row in rows:
         if row["kind"] == "step":
             row["metrics"]["flops/budget_frac"] = row["step"] / 120
-    seconds, by = view_of(rows).eta(NOW) or (0.0, "")
-    assert by == "budget" and seconds == pytest.approx(20 * 0.35 - 0.7, abs=0.1)
-    assert "(FLOP budget)" in "\n".join(draw(view_of(rows)))
-    seconds, by = view_of(run_rows(100)).eta(NOW) or (0.0, "")
-    assert by == "steps" and seconds == pytest.approx(200 * 0.35 - 0.7, abs=0.1)
+    ends = view_of(rows).eta(NOW)
+    assert ends == pytest.approx({"steps": 200 * 0.35 - 0.7, "budget": 20 * 0.35 - 0.7}, abs=0.1)
+    assert "ETA 6 s by budget, 1m09s by steps" in "\n".join(draw(view_of(rows)))
+    ends = view_of(run_rows(100)).eta(NOW)
+    assert ends == pytest.approx({"steps": 200 * 0.35 - 0.7}, abs=0.1)
+    assert "ETA 1m09s" in "\n".join(draw(view_of(run_rows(100))))
 
 
 def test_control_characters_of_a_model_cannot_steer_the_terminal() -> None:
@@ -185,6 +209,93 @@ def test_control_characters_of_a_model_cannot_steer_the_terminal() -> None:
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", text)
     assert "[bold red]no markup[/]" in closing(view)
     assert ESCAPE not in closing(view) and "\u202e" not in closing(view)
+
+
+# ------------------------------------------------------------------------------- other screens, several runs
+
+
+@pytest.mark.parametrize("key", list(SCREENS))
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("steps", [0, 120])
+def test_every_screen_fits_every_window(key: str, width: int, height: int, steps: int) -> None:
+    rows = run_rows(steps)
+    rows[-2] |= {"prompt": "界" * 500, "completion": "word\n" * 500}
+    rows[-1]["text"] = "a very long message " * 50
+    view = view_of(rows, run_dir="/a/very/long/path" * 12)
+    lines = screen(view, Look(key), width, height, NOW, keys=True)
+    assert len(lines) <= height and max(cell_len(line.plain) for line in lines) <= width
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("s", ["step 120  reward 1.00  stop", "47+85=", "7+5=12,4+8+1=13,132"]),
+        ("t", ["step", "0.35 s", "rollout wait", "quantise", "51%"]),
+        ("l", ["search", "4.4 TFLOP", "31%", "zero signal", "17%", "0.689", "608 k", "exact_match 0.31"]),
+        ("c", ["kernels torch-1f2e3d4c", "12 probes, at most 0 differing tokens"]),
+        ("m", ["checkpoint saved"]),
+        ("h", ["rules is broken", "stall no progress for 10 median steps", "S̄_N/S̄_P", "samples", "Ctrl-C"]),
+    ],
+)
+def test_each_screen_shows_what_it_is_for(key: str, parts: list[str]) -> None:
+    text = "\n".join(line.plain for line in screen(view_of(run_rows()), Look(key), 80, 60, NOW, keys=True))
+    for part in parts:
+        assert part in text, f"{part} in\n{text}"
+
+
+def test_keys_open_and_close_screens_and_scrolling_stops_at_the_end() -> None:
+    look, view = Look(), view_of(run_rows())
+    look.press("h", 10)
+    screen(view, look, 80, 12, NOW, keys=True)
+    for _ in range(50):
+        look.press("page down", 10)
+        shown = screen(view, look, 80, 12, NOW, keys=True)
+    assert "Ctrl-C" in shown[-2].plain, "the last line of the help"
+    look.press("h", 10)
+    assert look == Look(), "the same key leads back"
+    look.press("t", 10)
+    look.press("escape", 10)
+    assert look.screen == ""
+    look.press("9", 10)
+    look.press("tab", 10)
+    assert look.run is None, "one run has no neighbours"
+    look.press("q", 10)
+    assert look.quit
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("count", [2, 5])
+def test_several_runs_fit_every_window(width: int, height: int, count: int) -> None:
+    views = [view_of(run_rows(30 * at)) for at in range(count)]
+    names = [f"run-{at}-" + "x" * 40 for at in range(count)]
+    lines = beside(views, names, Look(), width, height, NOW)
+    assert len(lines) <= height and max(cell_len(line.plain) for line in lines) <= width
+
+
+def test_several_runs_stand_beside_each_other_on_one_axis() -> None:
+    good, poor = run_rows(60), run_rows(40, **{"asympo/imbalance": 30.0})
+    for row in poor:
+        if row["kind"] == "step":
+            row["metrics"]["reward"] = 0.01
+    poor[0]["loss"] = "naive"
+    look = Look()
+    lines = beside([view_of(good), view_of(poor)], ["good", "poor"], look, 80, 30, NOW)
+    text = "\n".join(line.plain for line in lines)
+    assert re.search(r"1 good +2 poor", text)
+    assert re.search(r"step +60/300 +40/300", text) and re.search(r"imbalance S̄_N/S̄_P +8.2 +30.0", text)
+    assert re.search(r"broken rules +none +imbalance", text)
+    top = lines[1].plain
+    assert "█" in top[:50] or "▇" in top[:50] or "▆" in top[:50], "the better run reaches the top"
+    assert not top[50:].strip(), "the poor one does not: both have one axis"
+    assert any(span.style == YELLOW for line in lines for span in line.spans)
+    look.press("2", 10, runs=2)
+    assert look.run == 1
+    look.press("escape", 10, runs=2)
+    assert look.run is None
+    many = [view_of(run_rows(9))] * 6
+    look.press("right", 10, runs=6)
+    shown = "\n".join(line.plain for line in beside(many, list("abcdef"), look, 80, 30, NOW))
+    assert "2 b" in shown and " 1 a  " not in shown and "runs 2 to 3 of 6" in shown
 
 
 # -------------------------------------------------------------------------------------- curves and figures
@@ -205,6 +316,13 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats() -> None:
     view = view_of([*rows, {"kind": "start", "time": NOW}, *again])
     assert view.step == 12
     assert len(view.curve.values()) == 12 and view.curve.values()[-2:] == [9.0, 9.0]
+
+
+def test_flops_of_steps_that_a_resumed_run_does_again_count_once() -> None:
+    rows = run_rows(20)
+    again = [{**row} for row in rows if row["kind"] == "step" and row["step"] > 10]
+    view, straight = view_of([*rows, {"kind": "start", "time": NOW}, *again]), view_of(rows)
+    assert view.wasted == straight.wasted and view.flops == straight.flops
 
 
 def test_figures_round_across_units() -> None:

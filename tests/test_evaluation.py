@@ -152,7 +152,9 @@ def test_partial_credit_counts_in_the_mean_and_passes_only_by_its_score() -> Non
 
 def test_an_evaluation_beside_training_is_waited_for_by_the_next_one() -> None:
     engine, rows = FakeEngine(), []
-    evaluations = Evaluations(evaluator(engine), lambda done, total: None, lambda step, out, beside: rows.append((step, out)))
+    evaluations = Evaluations(
+        evaluator(engine), lambda done, total: None, lambda step, out, beside: rows.append((step, out))
+    )
     engine.release.clear()
     evaluations.beside(10)
     assert rows == []  # and here the next update would begin

@@ -181,11 +181,11 @@ def test_wheel_is_whole_and_equals_the_one_built_from_the_sdist(tmp_path: Path) 
 
     for name, path in modules().items():
         assert path.relative_to(ROOT).as_posix() in wheel, f"{name} is not in the wheel"
-    kinds = {".yaml", ".json", ".jsonl", ".safetensors", ".typed"}
+    kinds = {".yaml", ".json", ".jsonl", ".safetensors", ".typed", ".j2"}
     data = [path for path in PACKAGE.rglob("*") if (path.suffix or path.name) in kinds]
     for path in data:
         assert wheel.get(path.relative_to(ROOT).as_posix()) == path.read_bytes(), f"{path} is not in the wheel"
-    assert {path.suffix for path in data} >= {".yaml", ".json", ".safetensors"}
+    assert {path.suffix for path in data} >= {".yaml", ".json", ".safetensors", ".j2"}
     assert {name.split("/")[0] for name in wheel} == {"trtl_rl", f"trtl_rl-{project_version()}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 

@@ -94,7 +94,6 @@ def test_a_fault_of_the_drawing_does_not_end_the_run(tmp_path: Path, capsys: pyt
     write(tmp_path, [{"kind": "message", "text": "hello"}])
     screen = Screen(tmp_path, FakeFullDisk())
     screen._display.load()
-    screen._stop.wait = lambda timeout=None: False  # type: ignore[method-assign]
     write(tmp_path, run_rows(1))
     screen._follow()
     error = capsys.readouterr().err
@@ -240,6 +239,104 @@ def test_a_pipe_says_that_nothing_has_come_yet(tmp_path: Path) -> None:
     assert child.returncode == 0
 
 
+def test_keys_show_details_and_the_terminal_is_whole_afterwards(tmp_path: Path) -> None:
+    write(tmp_path, [row | {"time": time.time()} for row in run_rows(12)])
+    terminal = Terminal("-c", WATCH, str(tmp_path))
+    terminal.until("h help")
+    for key, part in (
+        ("h", "one of these rules is broken"),
+        ("s", "7+5=12,4+8+1=13,132"),
+        ("t", "median's share of a step"),
+        ("l", "ρ, learning over total"),
+        ("c", "parity: 1 probe, at most 0 differing tokens"),
+        ("m", "checkpoint saved"),
+        ("\x1b", "FLOPs by role"),
+    ):
+        terminal.child.send(key)
+        terminal.until(part)
+    terminal.child.send("h")
+    terminal.until("stall no progress")
+    terminal.child.send("\x1b[B" * 5)  # down
+    terminal.until("lines 6 to")
+    terminal.child.send("q")
+    code, raw = terminal.finish()
+    assert code == 0 and "not finished" in raw, "q leaves the watch, the run goes on"
+    assert raw.count("\x1b[?1049h") == raw.count("\x1b[?1049l") == 1
+
+
+def test_the_mode_of_the_terminal_comes_back_after_ctrl_c(tmp_path: Path) -> None:
+    write(tmp_path, [row | {"time": time.time()} for row in run_rows(3)])
+    show = 'os.system(\'stty -a | grep -o ".icanon\\|.echo " | tr -d "\\n"\')'
+    program = (
+        f"import os, sys; from trtl_rl.cli.watch import watch; watch(sys.argv[1]); print('mode:', flush=True); {show}"
+    )
+    terminal = Terminal("-c", program, str(tmp_path))
+    terminal.until("step 3/300")
+    terminal.child.sendintr()
+    _, raw = terminal.finish()
+    mode = raw[raw.rindex("mode:") :]
+    assert "-icanon" not in mode and "-echo" not in mode and "icanon" in mode
+
+
+def test_a_finished_run_can_be_looked_at_until_q(tmp_path: Path) -> None:
+    write(tmp_path, run_rows(20, end=True))
+    terminal = Terminal("-c", WATCH, str(tmp_path))
+    terminal.until("step 20/300  done")
+    terminal.child.send("s")
+    terminal.until("step 20  reward 1.00")
+    terminal.child.send("q")
+    code, raw = terminal.finish()
+    assert code == 0 and "done after 20 steps" in raw[raw.rindex("\x1b[?1049l") :]
+
+
+def test_several_runs_are_watched_beside_each_other_and_one_by_one(tmp_path: Path) -> None:
+    now = time.time()
+    for name, steps in (("first", 30), ("second", 7)):
+        write(tmp_path / name, [row | {"time": now} for row in run_rows(steps)])
+    code = "import sys; from pathlib import Path; from trtl_rl.cli.watch import watch; sys.exit(watch([*map(Path, sys.argv[1:])]))"
+    terminal = Terminal("-c", code, str(tmp_path / "first"), str(tmp_path / "second"))
+    shown = terminal.until("tab or 1 to 9 one run")
+    assert "1 first" in shown and "2 second" in shown and "30/300" in shown and "7/300" in shown
+    terminal.child.send("2")
+    terminal.until("step 7/300")
+    terminal.child.send("\x1b")
+    terminal.until("2 second")
+    write(tmp_path / "second", [{"kind": "step", "step": 8, "metrics": step_metrics(8), "time": now}])
+    terminal.until("8/300")
+    for name in ("first", "second"):
+        write(tmp_path / name, [{"kind": "end", "status": "done", "step": 30, "time": now}])
+    code_of_exit, raw = terminal.finish()
+    after = raw[raw.rindex("\x1b[?1049l") :]
+    assert code_of_exit == 0 and re.search(r"first +30 +done", after) and re.search(r"second +8 +done", after)
+
+
+def test_several_runs_in_a_pipe_have_their_names_before_their_lines(tmp_path: Path) -> None:
+    for name in ("a", "longer"):
+        write(tmp_path / name, run_rows(3))
+    out = io.StringIO()
+    display = Display([tmp_path / "a", tmp_path / "longer"], out)
+    display.load()
+    display.begin()
+    write(tmp_path / "a", [{"kind": "step", "step": 4, "metrics": step_metrics(4), "time": NOW}])
+    display.tick(NOW)
+    assert re.search(r"^a       step    4/300", out.getvalue(), re.M)
+    assert re.search(r"^longer  step    3/300", out.getvalue(), re.M)
+
+
+def test_a_watch_in_the_background_prints_lines_and_is_not_stopped(tmp_path: Path) -> None:
+    """A process that is not in its terminal's foreground is stopped when it changes the terminal's mode."""
+    write(tmp_path, run_rows(3))
+    (tmp_path / "watch.py").write_text(WATCH)
+    shell = f"set -m; {sys.executable} {tmp_path}/watch.py {tmp_path} & read line; wait"
+    size = (24, 80)
+    child = pexpect.spawn("bash", ["-c", shell], dimensions=size, env=environment(), timeout=20)
+    child.expect(r"step    3/300")
+    write(tmp_path, [{"kind": "end", "status": "done", "step": 3}])
+    child.expect("done after 3 steps")
+    assert b"\x1b[?1049h" not in (child.before or b"")
+    child.close(force=True)
+
+
 def test_watch_ends_by_itself_when_the_run_ends(tmp_path: Path) -> None:
     write(tmp_path, run_rows(3))
     terminal = Terminal("-c", WATCH, str(tmp_path), NO_COLOR="1")
@@ -288,7 +385,7 @@ def test_a_resize_is_drawn_at_the_next_tick_whatever_the_environment_says(
 
 
 RUN = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from trtl_rl.cli.dashboard import Screen
 from trtl_rl.metrics import MetricsWriter
@@ -297,9 +394,10 @@ writer = MetricsWriter(run / "metrics.jsonl")
 with Screen(run):
     writer.write("start", model="demo", steps=2)
     print("printed by a reward function")
+    os.write(2, b"printed by a library in C\\n")
     subprocess.run([sys.executable, "-c", "print('printed by a child')"], stdout=sys.stdout)
     writer.step(1, {"reward": 0.5})
-    time.sleep(0.6)
+    time.sleep(1.6)
     writer.step(2, {"reward": 0.7})
     writer.write("end", status="done", step=2, text="last words")
 print("after")
@@ -314,7 +412,9 @@ def test_output_of_other_code_neither_spoils_the_screen_nor_is_lost(tmp_path: Pa
     assert code == 0
     after = raw[raw.rindex("\x1b[?1049l") :]
     assert "printed by a reward function" in after and "last words" in after and after.rstrip().endswith("after")
-    assert "printed by a child" in (tmp_path / "logs" / "console.log").read_text()
+    log = (tmp_path / "logs" / "console.log").read_text()
+    assert "printed by a child" in log and "printed by a library in C" in log
+    assert "3 lines of other output" in after
 
 
 def test_a_run_outlives_the_reader_of_its_pipe(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ class Update:
     Attributes:
         stepped: False when no group carried signal or the gradient was not finite: the weights did not move.
         flops: Of forward and backward passes that ran.
+        counts: Items behind the means among ``metrics``.
     """
 
     metrics: dict[str, float]
     stepped: bool
     flops: int
+    counts: dict[str, int]
 
 
 class Learner:
@@ -110,7 +112,8 @@ class Learner:
             for completion, _ in group.scored():
                 metrics.add("off_policy/mean", version - completion.version_first)
                 metrics.add("off_policy/max", version - completion.version_first, how="max")
-        return Update(finish_metrics(metrics.reduce()), stepped, flops)
+        metrics = metrics.over_processes()
+        return Update(finish_metrics(metrics.reduce()), stepped, flops, metrics.counts())
 
     @torch.no_grad()
     def logprobs(

@@ -49,6 +49,7 @@ from trtl_rl.rollout import Group
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
+from trtl_rl.trainer.slow_parts import SlowParts
 from trtl_rl.trainer.state import RunState
 from trtl_rl.trainer.watchdog import Watchdog, missing_groups
 
@@ -90,6 +91,7 @@ class Loop:
         self.stop = False
         self._busy, self._busy_at = engine.busy_seconds, time.perf_counter()
         self.watchdog = Watchdog(self._missing, first=config.engine.timeout, tell=metrics.message)
+        self.parts = SlowParts(metrics)
         self._sent: Sent | None = None  # what the engine holds
 
     def run(self) -> str:
@@ -99,7 +101,7 @@ class Loop:
             EngineError, RewardError, UserError, ParityError: somebody else has failed. The learner is whole, and was saved.
         """
         try:
-            with self.watchdog:
+            with self.watchdog, self.parts:
                 return self._run()
         except (EngineError, RewardError, UserError, ParityError):
             if self.state.step:
@@ -146,6 +148,7 @@ class Loop:
         return self.budget.reached(self.ledger, s.tokens, s.seconds, s.step)
 
     def _next_batch(self) -> list[Group] | None:
+        self.parts.enter("rollout_wait")
         self._waited_from = time.perf_counter()
         with self.watchdog.stage("waiting for a batch"):
             while not self.stop:
@@ -164,11 +167,13 @@ class Loop:
         version = s.step + 1
         out = Accumulator()
         taken = time.perf_counter()
+        self.parts.enter("learn")
         with self.watchdog.stage(f"the update of step {version}"):
             update = self.learner.update(groups, s.step)
         learned = time.perf_counter()
         self.ledger.add("learning", update.flops, learned - taken)
         failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
+        self.parts.enter("refit")
         try:
             self._refit(version, out)
         except EngineError as error:
@@ -193,11 +198,13 @@ class Loop:
         s.tokens += tokens
         if failure is None:
             self.buffer.advance(version)
+            self.parts.enter("parity")
             try:
                 with self.watchdog.stage("parity probe"):
                     self.parity.after_refit(version, self.metrics, out)
             except (EngineError, ParityError) as error:
                 failure = error
+        self.parts.enter(None)  # what follows writes progress rows of its own
         end = time.perf_counter()
         s.seconds += end - start
         s.step_seconds = [*s.step_seconds[-199:], end - start]
@@ -220,7 +227,7 @@ class Loop:
         if any(vars(self.config.budget).values()):
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
         self.record(s.step, groups, self.buffer.report_discarded())
-        self.metrics.step(s.step, out.reduce())
+        self.metrics.step(s.step, out.reduce(), {**out.counts(), **update.counts})
         if failure is not None and not (self.stop and isinstance(failure, EngineError)):
             raise failure
         self._watch_signal(groups, update.stepped)

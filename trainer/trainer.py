@@ -27,6 +27,7 @@ from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, given_rows, open_evaluation_rows, open_rows
 from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer.tracking import Tracking, check_installed
 
 if TYPE_CHECKING:
     from trtl_rl.trainer.assembly import Run
@@ -119,6 +120,7 @@ class Trainer:
             self.config = self.config.model_copy(update={"rewards": given})
         check_columns(self.rewards, self.rows.columns)
         self._check_evaluation()
+        check_installed(self.config.trackers)
         self.resume = resume
         self._run: Run | None = None
         self._prepared = self._made_directory = self.stop_requested = False
@@ -147,7 +149,8 @@ class Trainer:
         started = time.monotonic()
         run: Run | None = None
         try:
-            with Run(self, metrics, started) as run:
+            tracking = Tracking(self.config.trackers, self.run_dir, self.config.model_dump(mode="json"), metrics)
+            with tracking, Run(self, metrics, started) as run:
                 self._run = run
                 result = run.train()
             metrics.write("end", status=result.status, step=result.step, text=_closing_text(self, result))

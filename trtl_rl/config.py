@@ -72,6 +72,9 @@ class RunConfig(Part):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Where else the metrics go, through Accelerate; one or several."
+    )
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> RunConfig:
@@ -114,6 +117,12 @@ class RunConfig(Part):
         if self.evaluation.overlap is not None:
             return self.evaluation.overlap
         return self.buffer.max_staleness > 0 and self.buffer.in_flight == "continue"
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _trackers(cls, value: Any) -> Any:
+        """``trackers=wandb`` is short for ``trackers=[wandb]``."""
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _what_cuda_cannot(self) -> RunConfig:

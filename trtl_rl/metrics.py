@@ -1,8 +1,5 @@
-"""``metrics.jsonl``: every part of a run writes rows here, and dashboard, ``watch`` and reports read nothing else.
+"""``metrics.jsonl``: every part of a run writes rows here, and dashboard, ``watch``, reports and trackers read nothing else.
 
-Each row is one JSON object with ``kind`` and ``time`` (Unix seconds):
-
-=============  =========================================================================================
 ``start``      what the run is: ``model``, ``parameters``, ``steps``, ``task``, ``loss``, ``recipe``, ``coverage``,
                ``kernels``, ``versions``, ``resumed_from``, ``lost_flops`` (of steps that are done again)
 ``progress``   long work before or between steps: ``name``, ``done``, ``total``, ``unit``
@@ -12,6 +9,9 @@ Each row is one JSON object with ``kind`` and ``time`` (Unix seconds):
 ``evaluation`` ``step`` (0 before training), ``metrics``
 ``end``        ``status`` (``done``, ``interrupted``, ``failed``), ``step``, ``text``
 =============  =========================================================================================
+=======
+Each row is one JSON object with ``kind`` and ``time`` (Unix seconds). The kinds of rows with their fields, and every metric
+with unit and meaning, stand in :mod:`trtl_rl.metric_table`, for people in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trtl_rl.errors import DiskError
+from trtl_rl.metric_table import Kind as Reduction
 
-Reduction = Literal["mean", "sum", "max", "last"]
 Level = Literal["info", "warning", "error"]
 Tell = Callable[[Level, str], None]  # how parts of a run speak to people
 Row = dict[str, Any]
+State = list[tuple[str, float, float, Reduction]]
 
 
 class Accumulator:
@@ -67,6 +68,37 @@ class Accumulator:
         """Add another's sums and counts: those of a micro-batch to its step's."""
         for name, (total, count, how) in other._values.items():
             self.add(name, total, count=count, how=how)
+
+    def over_processes(self) -> Accumulator:
+        """The same over all processes of the run, equal in each of them; of ``last`` values the main process's count."""
+        from accelerate.utils import gather_object
+
+        return self.joined(gather_object([self.state()]))
+
+    def state(self) -> State:
+        """Everything, unreduced, as plain values: name, total, count, how."""
+        return [(name, *value) for name, value in self._values.items()]
+
+    @classmethod
+    def joined(cls, states: Iterable[State]) -> Accumulator:
+        """One of several, the main process's first.
+
+        >>> one, other = Accumulator(), Accumulator()
+        >>> one.add("reward", 3.0, count=3), other.add("reward", 0.0, count=1)
+        (None, None)
+        >>> Accumulator.joined([one.state(), other.state()]).reduce()
+        {'reward': 0.75}
+        """
+        out = cls()
+        for state in states:
+            for name, total, count, how in state:
+                if how != "last" or name not in out._values:
+                    out.add(name, total, count=count, how=how)
+        return out
+
+    def counts(self) -> dict[str, int]:
+        """How many items stand behind each mean of more than one."""
+        return {name: int(count) for name, (_, count, how) in self._values.items() if how == "mean" and count > 1}
 
     def reduce(self) -> dict[str, float]:
         """One number per metric. A mean over no items is left out."""
@@ -119,11 +151,14 @@ class MetricsWriter:
         with self._lock, self._explained():
             self._append(data)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.write("step", step=step, metrics={k: _short(v) for k, v in metrics.items()})
+    def step(self, step: int, metrics: Mapping[str, float], counts: Mapping[str, int] | None = None) -> None:
+        self.write("step", step=step, metrics={k: _short(v) for k, v in metrics.items()}, counts=dict(counts or {}))
 
     def progress(self, name: str, done: float, total: float, unit: str = "") -> None:
         self.write("progress", name=name, done=done, total=total, unit=unit)
+
+    def part(self, name: str, seconds: float) -> None:
+        self.write("part", name=name, seconds=round(seconds, 1))
 
     def message(self, level: Level, text: str) -> None:
         self.write("message", level=level, text=text)
@@ -191,25 +226,29 @@ class MetricsWriter:
 class MetricsReader:
     """Reads rows as they appear. ``poll`` returns those that are new since the last call.
 
-    A line that is not whole yet is left for the next call; a torn line in the middle is counted in ``torn``.
+    A line that is not whole yet is left for the next call; a torn line, and one that is no object, is counted in ``torn``.
+
+    Args:
+        path: The file; it may not exist yet.
+        offset: Where to begin, in bytes: the ``offset`` of a reader before this one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.torn = 0
-        self._offset = 0
+        self.offset = offset
 
     def poll(self, max_bytes: int = -1) -> list[Row]:
         """New rows; with ``max_bytes``, only those in about so many bytes, to read a long file in parts."""
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:
-            file.seek(self._offset)
+            file.seek(self.offset)
             data = file.read(max_bytes)
             if b"\n" not in data:
                 data += file.read()  # a row longer than max_bytes
         end = data.rfind(b"\n") + 1
-        self._offset += end
+        self.offset += end
         rows: list[Row] = []
         for line in data[:end].splitlines():
             if not line.strip():  # a step that was done again after a resume
@@ -217,9 +256,11 @@ class MetricsReader:
             try:
                 row = json.loads(line)
             except ValueError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
                 self.torn += 1
-                continue
-            rows.append(row)
         return rows
 
 
