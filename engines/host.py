@@ -27,7 +27,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from trtl_rl.engines.backends import Backend
 from trtl_rl.engines.engine import InFlight
+from trtl_rl.engines.environment import variables
 from trtl_rl.engines.refit_line import RefitLine
 from trtl_rl.engines.unanswered import Unanswered
 from trtl_rl.errors import EngineError, RefitError, UserError
@@ -55,6 +57,7 @@ class HostedEngine:
         timeout: Seconds without an answer after which the child counts as hung.
         refit_timeout: The same for each stage of a refit.
         channel: How weights travel. A stream goes through a socket, as it would to another machine.
+        python: Interpreter of the child, with an environment of its own (``environment.py``); None: this one.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class HostedEngine:
         timeout: float,
         refit_timeout: float,
         channel: ChannelName = "shared_memory",
+        python: str | None = None,
     ) -> None:
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +79,10 @@ class HostedEngine:
         ours, refits = socket.socketpair()
         self._line = RefitLine(ours, channel, refit_timeout)
         descriptors = [theirs.fileno(), refits.fileno()]
-        environment = {**_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**_MEMORY, **variables(python), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],
+                [python or sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -109,16 +113,26 @@ class HostedEngine:
         packages: str | None = None,
         device: str = "cpu",
         fault: str | None = None,
+        backend: Backend = "torch",
+        other_operators: bool = False,
+        serving: dict[str, Any] | None = None,
         **limits: Any,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Build the engine in the child: decoder, kernels (their identity must match), slots and limits.
 
         Args:
             packages: Directory of compiled operators that is looked into before the cache.
             fault: What goes wrong on purpose, see ``faulty.py``.
+            other_operators: Where the child's environment would compute with other operators, let it, instead of refusing.
+            serving: For TensorRT-LLM: see ``tensorrt_llm/engine.py``.
+
+        Returns:
+            What runs in the child: backend, versions, operators.
         """
         about = {"description": description, "kernels": kernels, "compiled": compiled, "device": device}
-        self._call("configure", **about, packages=packages, fault=fault, **limits)
+        how = {"backend": backend, "other_operators": other_operators, "serving": serving}
+        made: dict[str, Any] = self._call("configure", **about, **how, packages=packages, fault=fault, **limits)
+        return made
 
     def load(self, directory: Path) -> RefitResult:
         """Take version 0 from an engine directory; nothing is sent."""

@@ -22,7 +22,7 @@ from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.binding import bind
-from trtl_rl.trainer.engine_start import start_engine
+from trtl_rl.trainer.engine_start import find_place, start_engine
 from trtl_rl.trainer.evaluate import Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
@@ -78,13 +78,15 @@ class Run:
         identity = self._identity()
         _check_same_run(identity, saved.get("identity", identity))
 
+        place = find_place(c, self.trainer.directory)
         # The engine's process starts while this one loads tokenizer and model.
         engine = self._engine = HostedEngine(
             run_dir / "logs" / "engine.log",
             threads=c.engine.threads,
             timeout=c.engine.timeout,
             refit_timeout=c.refit.timeout,
-            channel=c.refit.channel,
+            channel=place.channel,
+            python=c.engine.python,
         )
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
@@ -143,6 +145,8 @@ class Run:
             kernels,
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
+            place=place,
+            metrics=self.metrics,
         )
         phases.next()
 
@@ -213,6 +217,7 @@ class Run:
             state=self.state,
             save=save,
             evaluate=evaluate,
+            contract=place.contract,
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped

@@ -36,6 +36,7 @@ from trtl_rl.config_parts import (
 )
 from trtl_rl.errors import UserError, nearest
 
+MEASURED_WARN = 0.5  # parity.warn where parity is measured only: |difference of logprobs|; not yet tuned on a GPU
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -67,6 +68,21 @@ class RunConfig(Part):
     parity: ParityConfig = Field(default_factory=ParityConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _measured_parity(cls, values: Any) -> Any:
+        """TensorRT-LLM computes with other operators than the trainer: unless told otherwise, parity is measured, not demanded."""
+        engine = values.get("engine") or {}
+        backend = engine.get("backend") if isinstance(engine, dict) else engine.backend
+        if backend != "tensorrt-llm":
+            return values
+        given = values.get("parity") or {}
+        parity = given if isinstance(given, dict) else {name: getattr(given, name) for name in given.model_fields_set}
+        return {
+            **values,
+            "parity": {"warn": MEASURED_WARN if parity.get("stop") is None else 0.0, "stop": None, **parity},
+        }
+
     @model_validator(mode="after")
     def _gpu_memory_needs_a_gpu(self) -> RunConfig:
         if self.refit.channel == "cuda_ipc" and self.device != "cuda":
@@ -82,7 +98,8 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _what_cuda_cannot(self) -> RunConfig:
-        if self.device == "cuda" and (self.compile or self.engine.path is not None):
+        embedded = self.engine.path is not None and self.engine.backend == "torch"
+        if self.device == "cuda" and (self.compile or embedded):
             key = "compile=true" if self.compile else f"engine.path={self.engine.path}"
             raise ValueError(
                 f"{key} does not go with device=cuda: compiled operators are CPU code. Leave it out, or use device=cpu"
