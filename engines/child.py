@@ -131,6 +131,9 @@ class Child:
 
         return asdict(EngineDirectory.open(directory).load_into(self._running()))
 
+    def _do_quantiser(self, seed: int, rows: int, columns: int) -> Any:
+        return self._running().quantiser(seed, rows, columns)
+
     def _do_coverage(self) -> Any:
         return self._running().coverage().to_json()
 

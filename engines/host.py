@@ -151,6 +151,11 @@ class HostedEngine:
     def coverage(self) -> Coverage:
         return Coverage.from_json(self._call("coverage"))
 
+    def quantiser(self, seed: int, rows: int, columns: int) -> dict[str, Any]:
+        """What TensorRT-LLM's quantiser of activations makes of random values, see ``tensorrt_llm/worker.py``."""
+        found: dict[str, Any] = self._call("quantiser", seed=seed, rows=rows, columns=columns)
+        return found
+
     def submit(self, requests: Sequence[Request]) -> None:
         self._unanswered.ask(requests)
         try:

@@ -24,8 +24,7 @@ def fake_python(place: Path, variant: str = "") -> Path:
     """An interpreter whose ``import tensorrt_llm`` finds the fake."""
     script = place / "python-with-fake-tensorrt-llm"
     script.write_text(
-        "#!/bin/sh\n"
-        f'PYTHONPATH="{FAKES}:$PYTHONPATH" FAKE_TENSORRT_LLM="{variant}" exec "{sys.executable}" "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH="{FAKES}:$PYTHONPATH" FAKE_TENSORRT_LLM="{variant}" exec "{sys.executable}" "$@"\n'
     )
     script.chmod(0o755)
     return script

@@ -21,7 +21,9 @@ def check_version(version: str) -> None:
 
     >>> check_version("1.3.0rc26")
     """
-    if not _key(FIRST) <= _key(version) < _key(BEYOND):
+    if (
+        _key(version) < _key(FIRST) or _key(version)[:2] >= _key(BEYOND)[:2]
+    ):  # candidates of the latter were not read either
         raise UserError(
             f"TensorRT-LLM {version} is not supported: this is written for {RANGE}, and refits of FP8 weights differ between "
             f"versions. {_WHERE}"

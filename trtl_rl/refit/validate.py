@@ -54,11 +54,7 @@ class BlockScaleContract:
             raise UserError(
                 f"{d.adapters[0].name} has an adapter, which a refit of TensorRT-LLM cannot carry: merge it first."
             )
-        if ranks > d.kv_heads or d.kv_heads % ranks:
-            raise UserError(
-                f"--tensor-parallel {ranks} does not divide the {d.kv_heads} key/value heads: with FP8 block scales TensorRT-LLM "
-                "would share one head's blocks between ranks, and silently read wrong scales. Take a divisor."
-            )
+        self._check_heads(UserError)
         for what, size in (("heads", d.heads), ("rows of gate_proj", d.intermediate)):
             if size % ranks:
                 raise UserError(f"--tensor-parallel {ranks} does not divide the {size} {what}. Take a divisor.")
@@ -106,9 +102,19 @@ class BlockScaleContract:
                 )
             if name.endswith(SCALE_SUFFIX):
                 self._check_scale(name, tensor)
+        self._check_heads(RefitError)
         for linear in self.description.coverage.linears:
             if linear.format.forward_weight is not None:
                 self._check_alignment(linear, RefitError)
+
+    def _check_heads(self, error: type[UserError] | type[RefitError]) -> None:
+        ranks, heads = self.tensor_parallel, self.description.kv_heads
+        if ranks > heads or heads % ranks:
+            raise error(
+                f"{self.description.linear_name(0, 'k_proj')}.weight: --tensor-parallel {ranks} does not divide the {heads} "
+                "key/value heads. With FP8 block scales TensorRT-LLM would share one head's blocks between ranks, and silently "
+                "read wrong scales. Take a divisor."
+            )
 
     def _check_format(self, linear: CoveredLinear) -> None:
         weight, activation = linear.format.forward_weight, linear.format.forward_activation

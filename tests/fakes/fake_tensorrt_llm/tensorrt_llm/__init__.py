@@ -6,8 +6,9 @@ the fake's own fused modules. So where everything is right its logprobs are the 
 was fed with something wrong they are not.
 
 The environment variable FAKE_TENSORRT_LLM chooses variants, by commas: ``old`` (no hooks on the loader, control actions that
-always drain), ``compiled`` (the compiled operators of the cache), ``forget:N`` (the N-th sweep leaves out a tensor), ``raise:N`` (the
-N-th sweep fails in the middle), ``stuck:N`` (every sweep from the N-th on does), ``no_gpu`` (the import fails as without a driver).
+always drain), ``compiled`` (the compiled operators of the cache), ``forget:N`` (the N-th sweep leaves out a tensor), ``raise:N``
+(the N-th sweep fails in the middle), ``stuck:N`` (every sweep from the N-th on does), ``no_gpu`` (the import fails as without a
+driver).
 """
 
 import os

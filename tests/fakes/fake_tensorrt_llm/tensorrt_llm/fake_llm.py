@@ -135,7 +135,9 @@ class FakeRequestOutput:
 class _Base:
     """Where the original's ``generate_async`` stands: in a base class."""
 
-    def generate_async(self, inputs: Any, sampling_params: Any = None, streaming: bool = False, cache_salt: str | None = None) -> Any:
+    def generate_async(
+        self, inputs: Any, sampling_params: Any = None, streaming: bool = False, cache_salt: str | None = None
+    ) -> Any:
         raise NotImplementedError
 
 
@@ -189,7 +191,9 @@ class AsyncLLM(_Base):
         self.salts.add(cache_salt)
         self._numbers += 1
         sampling = Sampling(s.temperature or 1.0, s.max_tokens, s.top_k == 1)
-        request = Request(self._numbers, list(inputs), 1, sampling, (s.seed or 0, 0, 0), logprobs=s.logprobs is not None)
+        request = Request(
+            self._numbers, list(inputs), 1, sampling, (s.seed or 0, 0, 0), logprobs=s.logprobs is not None
+        )
         output = self._requests[self._numbers] = FakeRequestOutput(self, self._numbers)
         with self._shared.lock:
             self._shared.engine._stops = np.isin(np.arange(self._shared.description.vocab), s.stop_token_ids or [])
@@ -208,7 +212,7 @@ class AsyncLLM(_Base):
         loop = asyncio.get_running_loop()
         answers = []
         for worker in self._shared.workers:
-            answers.append(await loop.run_in_executor(None, lambda call=getattr(worker, method): call(*args)))
+            answers.append(await loop.run_in_executor(None, getattr(worker, method), *args))
         return answers
 
     async def release(self, tags: list[str]) -> None:

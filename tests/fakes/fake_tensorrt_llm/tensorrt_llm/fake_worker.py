@@ -35,7 +35,9 @@ class UnquantizedLinearMethod: ...
 class Part(nn.Module):
     """A linear, a norm or an embedding: rows of ``sources``, one above the other, and the columns of this rank."""
 
-    def __init__(self, sources: dict[str, int], shape: tuple[int, ...], fp8: bool, bias: bool, divided: int | None) -> None:
+    def __init__(
+        self, sources: dict[str, int], shape: tuple[int, ...], fp8: bool, bias: bool, divided: int | None
+    ) -> None:
         super().__init__()
         self.sources, self.divided = sources, divided
         self.quant_method = FP8BlockScalesLinearMethod() if fp8 else UnquantizedLinearMethod()
@@ -212,7 +214,9 @@ def make_worker(extension: str, description: Any, rank: int, ranks: int, shared:
     for attribute in dir(mixin):
         if not attribute.startswith("__") and hasattr(FakeRayWorker, attribute):
             raise ValueError(f"FAKE: Worker class already defines '{attribute}'")
-    make: Callable[..., Any] = type(f"FakeRayWorkerWith{name}", (FakeRayWorker, mixin), {"finalize_weight_update": _finalise})
+    make: Callable[..., Any] = type(
+        f"FakeRayWorkerWith{name}", (FakeRayWorker, mixin), {"finalize_weight_update": _finalise}
+    )
     return make()
 
 
