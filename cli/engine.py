@@ -64,8 +64,8 @@ def build(
         print(f"Verify it: trtl-rl verify-engine {output}\nRun with it: {run} ...")
         return 0
     print(
-        "Built here: the FP8 checkpoint, its arguments, and CPU operators for the embedded engine. TensorRT-LLM has no engine "
-        "file: whenever it is started it loads the modules, tunes kernels and captures CUDA graphs.\n"
+        f"Built here: the checkpoint and its arguments{', and CPU operators for the embedded engine' if compiled else ''}. "
+        "TensorRT-LLM has no engine file: whenever it is started it loads the modules, tunes kernels and captures CUDA graphs.\n"
         f"Verify it here: trtl-rl verify-engine {output} --backend torch\n"
         f"Verify it on the GPU machine: trtl-rl verify-engine {output} --python ENVIRONMENT/bin/python\n"
         f"Run with it there: {run} engine.backend=tensorrt-llm engine.python=ENVIRONMENT/bin/python ..."

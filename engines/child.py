@@ -61,6 +61,12 @@ class Child:
                 engine.step()
             self._report()
 
+    def close(self) -> None:
+        """End processes that the engine has started."""
+        if self._engine is not None:
+            with contextlib.suppress(Exception):  # why this ends was said before
+                self._engine.close()
+
     def _serve_refits(self) -> None:
         try:
             while True:
@@ -194,14 +200,17 @@ def main() -> None:
 
     torch.set_num_threads(int(sys.argv[1]))
     connection = Connection(int(sys.argv[2]))
+    child = Child(connection, socket.socket(fileno=int(sys.argv[3])))
     try:
-        Child(connection, socket.socket(fileno=int(sys.argv[3]))).serve()
+        child.serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the trainer is gone
     except BaseException as error:
         traceback.print_exc()
         connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         raise
+    finally:
+        child.close()
 
 
 if __name__ == "__main__":

@@ -122,15 +122,15 @@ def choose_channel(asked: ChannelName | None, device: str, engine: Environment) 
 
 
 def check_same_operators(engine: Environment) -> None:
-    """Raise UserError when operators of the two environments cannot have the same bits: another torch, another Python."""
+    """Raise UserError where nothing says that operators of the two environments have the same bits: another torch or Python."""
     for name in ("torch", "python"):
         ours, theirs = read_environment(None).versions[name], engine.versions[name]
         if name == "python":
             ours, theirs = (version.rpartition(".")[0] for version in (ours, theirs))
         if ours != theirs:
             raise UserError(
-                f"The trainer runs with {name} {ours}, engine.python with {name} {theirs}: compiled or not, the operators of the "
-                "two differ in their last bits, FP8 magnifies that, and parity.stop=0 demands equal bits. Take an environment with "
+                f"The trainer runs with {name} {ours}, engine.python with {name} {theirs}: nothing says that the operators of the "
+                "two give the same bits, FP8 magnifies what differs, and parity.stop=0 demands equal bits. Take an environment with "
                 f"{name} {ours}, or let the difference be measured instead: parity.stop=null, or a bound above 0."
             )
 

@@ -99,6 +99,7 @@ class HostedEngine:
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._version = -1
+        self._patience = 2.0
         self._failure: str | None = None
         self._heard = time.monotonic()
         self._unanswered = Unanswered()
@@ -129,6 +130,8 @@ class HostedEngine:
         Returns:
             What runs in the child: backend, versions, operators.
         """
+        if backend == "tensorrt-llm":
+            self._patience = 30.0  # its workers end before it does
         about = {"description": description, "kernels": kernels, "compiled": compiled, "device": device}
         how = {"backend": backend, "other_operators": other_operators, "serving": serving}
         made: dict[str, Any] = self._call("configure", **about, **how, packages=packages, fault=fault, **limits)
@@ -232,12 +235,14 @@ class HostedEngine:
         self._refit("abort_refit")
 
     def close(self) -> None:
-        """End the child: hang up, wait two seconds, kill. Safe to call twice."""
+        """End the child: hang up, wait (for one with processes of its own half a minute, else two seconds), kill. Safe to call
+        twice.
+        """
         self._failure = self._failure or "it was closed"
         with contextlib.suppress(OSError):  # closed before
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(2.0)
+            self._process.wait(self._patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -387,6 +387,14 @@ def test_power_of_two_scales_are_built_for_blackwell(tmp_path: Path) -> None:
     assert json.loads((place.path / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
+@pytest.mark.slow
+def test_the_same_directory_is_exact_on_the_embedded_engine(
+    directory: EngineDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(directory.path, 4, 8, True, backend="torch") == 0
+    assert json.loads(capsys.readouterr().out)["exact"] is True
+
+
 def served_run(tmp_path: Path, directory: EngineDirectory, **keys: Any) -> Any:
     engine = {
         "backend": "tensorrt-llm",

@@ -134,8 +134,9 @@ def _tell(metrics: MetricsWriter, about: dict[str, Any], kernels: KernelSet) -> 
     elif about["operators"] != kernels.identity:
         metrics.message(
             "warning",
-            f"The engine's operators are not the trainer's (torch {about['torch']} there, {torch.__version__} here): its logprobs "
-            "are not the trainer's bit for bit. How far they differ is measured at every probe (mismatch/..., parity.every).",
+            f"The engine's operators are not the trainer's (torch {about['torch']} there, {torch.__version__} here): nothing says "
+            "that its logprobs are the trainer's bit for bit. The difference is measured at every probe (mismatch/..., "
+            "parity.every).",
         )
 
 
