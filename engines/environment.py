@@ -130,8 +130,8 @@ def check_same_operators(engine: Environment) -> None:
         if ours != theirs:
             raise UserError(
                 f"The trainer runs with {name} {ours}, engine.python with {name} {theirs}: nothing says that the operators of the "
-                "two give the same bits, FP8 magnifies what differs, and parity.stop=0 demands equal bits. Take an environment with "
-                f"{name} {ours}, or let the difference be measured instead: parity.stop=null, or a bound above 0."
+                "two give the same bits, FP8 magnifies what differs, and parity.stop=0 demands equal bits. Take an environment "
+                f"with {name} {ours}, or let the difference be measured instead: parity.stop=null, or a bound above 0."
             )
 
 

@@ -114,7 +114,7 @@ def test_weights_arrive_and_logprobs_are_the_trainers(start: Start, decoder: Tra
     engine = start()
     with pytest.raises(EngineError, match="has no weights yet"):
         engine.submit([ask(0)])
-    assert engine.coverage() == decoder.description.coverage
+    assert decoder.description.coverage.difference(engine.coverage()) == []
     first = decoder.snapshot
     sent = bring(engine, decoder)
     assert mismatch(engine, decoder, first)["mismatch/differing_tokens"] == 0
@@ -160,16 +160,14 @@ def test_cancelled_and_waiting_completions_come_back_once(start: Start, decoder:
 
 
 def test_a_pause_keeps_tokens_and_a_drain_begins_nothing(start: Start, decoder: TrainableDecoder) -> None:
-    engine = start(slots=2, stop_ids=[])
+    engine = start(slots=2, stop_ids=[], context=256)
     bring(engine, decoder)
-    engine.submit([ask(0, samples=3, new=50)])
-    time.sleep(0.3)
+    engine.submit([ask(0, samples=3, new=240)])
     engine.pause("continue")
-    begun = [length for length in engine.progress()[0]]
-    assert len(begun) == 2 and not engine.has_work()
+    assert len(engine.progress()[0]) == 2 and not engine.has_work()
     engine.resume()
     done = collect(engine, 3)
-    assert [len(item.ids) for item in done] == [50, 50, 50]
+    assert [len(item.ids) for item in done] == [240, 240, 240]
 
     engine.submit([ask(1, samples=3, new=30)])
     engine.pause("finish")
@@ -204,7 +202,7 @@ def test_an_aborted_refit_leaves_modules_and_version_alone(start: Start, decoder
 @pytest.mark.parametrize(
     ("variant", "said"),
     [
-        ("forget:2", r"k_proj\.weight_scale_inv: after loading, rank 0 holds other bytes"),
+        ("forget:2", r"k_proj\.weight: after loading, rank 0 holds other bytes"),
         ("raise:2", "FAKE: out of memory"),
     ],
 )
@@ -216,9 +214,6 @@ def test_a_refit_that_fails_in_the_middle_brings_the_version_before_back(
     bring(engine, decoder)
     engine.submit([ask(0, samples=2, new=50)])
     second = perturbed(first, share=0.3, seed=1)
-    for name in second:
-        if name.endswith("_scale_inv"):
-            second[name] = second[name] * 1.5
     with pytest.raises(RefitError, match=rf"{said}.*All ranks are back at version 0"):
         bring(engine, decoder, second, 1)
     assert state(engine)[0]["hooks"][:5] == ["begin", "finalise", "begin", "abort", "begin"]
@@ -278,26 +273,25 @@ def test_the_fakes_own_loader_is_as_silent_as_the_one_it_stands_for(start: Start
 
 
 def test_the_older_life_cycle_interrupts_what_is_in_flight_and_goes_on(start: Start, decoder: TrainableDecoder) -> None:
-    engine = start("old", stop_ids=[])
+    engine = start("old", stop_ids=[], context=256)
     assert "update_weights(None)" in engine.about()["text"]
     first = decoder.snapshot
     bring(engine, decoder)
-    engine.submit([ask(0, samples=2, new=55)])
-    time.sleep(0.2)
+    engine.submit([ask(0, samples=2, new=240)])
     second = perturbed(first, share=0.3, seed=1)
     bring(engine, decoder, second, 1)
     done = collect(engine, 2)
-    assert [(item.version_first, item.version_last, len(item.ids)) for item in done] == [(0, 1, 55)] * 2
+    assert [(item.version_first, item.version_last, len(item.ids)) for item in done] == [(0, 1, 240)] * 2
     assert mismatch(engine, decoder, second)["mismatch/differing_tokens"] == 0
     assert state(engine)[0]["resets"] == 2
 
 
 def test_completions_go_on_over_a_refit_between_two_steps(start: Start, decoder: TrainableDecoder) -> None:
-    engine = start(stop_ids=[])
+    engine = start(stop_ids=[], context=256)
     bring(engine, decoder)
-    engine.submit([ask(0, samples=2, new=55)])
+    engine.submit([ask(0, samples=2, new=240)])
     bring(engine, decoder, perturbed(decoder.snapshot, share=0.1, seed=1), 1)
-    assert [(item.version_first, item.version_last, len(item.ids)) for item in collect(engine, 2)] == [(0, 1, 55)] * 2
+    assert [(item.version_first, item.version_last, len(item.ids)) for item in collect(engine, 2)] == [(0, 1, 240)] * 2
 
 
 def test_two_ranks_hold_their_parts_and_both_are_read_back(
@@ -466,5 +460,5 @@ def test_verification_passes_on_the_fake_and_finds_a_loader_that_forgets(
     assert "1.3.0rc26+fake" in report["engine"]["text"]
     status, report = verified("forget:2")
     assert status == 1 and not report["checks"]["refit, changes only"]["passed"]
-    assert "k_proj.weight_scale_inv" in report["checks"]["refit, changes only"]["text"]
+    assert "k_proj.weight: after loading" in report["checks"]["refit, changes only"]["text"]
     assert "FAIL refit, changes only" in capsys.readouterr().out

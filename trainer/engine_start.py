@@ -86,7 +86,7 @@ def start_engine(
         kernels.compiled,
         device=config.device,
         fault=config.engine.fault,
-        packages=None if directory is None or config.engine.python else str(directory.packages),
+        packages=None if directory is None else str(directory.packages),
         backend=config.engine.backend,
         # Whoever lets logprobs differ lets operators differ.
         other_operators=config.parity.stop != 0.0,

@@ -113,7 +113,7 @@ class OldLoader:
         weights = dict(weights)
         self.calls += 1
         if self.sweeps == variant("forget"):
-            weights.pop("model.layers.1.self_attn.k_proj.weight_scale_inv", None)
+            weights.pop("model.layers.1.self_attn.k_proj.weight", None)
         if any(".layers.1." in name for name in weights) and (
             self.sweeps == variant("raise") or (variant("stuck") and self.sweeps >= variant("stuck"))
         ):
