@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,3 @@ def fake_engine(directory: EngineDirectory, **rest: Any) -> TensorrtLlmEngine:
     """In this process; ``tensorrt_llm`` must be importable."""
     values = {"slots": 4, "context": 64, "stop_ids": [1], "timeout": 60.0, **rest}
     return TensorrtLlmEngine(directory.description, str(directory.path), {}, **values)
-
-
-def choose(variant: str) -> None:
-    os.environ["FAKE_TENSORRT_LLM"] = variant
