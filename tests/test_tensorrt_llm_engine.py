@@ -155,12 +155,12 @@ def test_cancelled_and_waiting_completions_come_back_once(start: Start, decoder:
 def test_a_pause_keeps_tokens_and_a_drain_begins_nothing(start: Start, decoder: TrainableDecoder) -> None:
     engine = start(slots=2, stop_ids=[], context=256)
     bring(engine, decoder)
-    engine.submit([ask(0, samples=3, new=240)])
+    engine.submit([ask(0, samples=3, new=120)])
     engine.pause("continue")
     assert len(engine.progress()[0]) == 2 and not engine.has_work()
     engine.resume()
     done = collect(engine, 3)
-    assert [len(item.ids) for item in done] == [240, 240, 240]
+    assert [len(item.ids) for item in done] == [120, 120, 120]
 
     engine.submit([ask(1, samples=3, new=30)])
     engine.pause("finish")
@@ -270,11 +270,11 @@ def test_the_older_life_cycle_interrupts_what_is_in_flight_and_goes_on(start: St
     assert "update_weights(None)" in engine.about()["text"]
     first = decoder.snapshot
     bring(engine, decoder)
-    engine.submit([ask(0, samples=2, new=240)])
+    engine.submit([ask(0, samples=2, new=120)])
     second = perturbed(first, share=0.3, seed=1)
     bring(engine, decoder, second, 1)
     done = collect(engine, 2)
-    assert [(item.version_first, item.version_last, len(item.ids)) for item in done] == [(0, 1, 240)] * 2
+    assert [(item.version_first, item.version_last, len(item.ids)) for item in done] == [(0, 1, 120)] * 2
     assert mismatch(engine, decoder, second)["mismatch/differing_tokens"] == 0
     assert state(engine)[0]["resets"] == 2
 
@@ -282,9 +282,9 @@ def test_the_older_life_cycle_interrupts_what_is_in_flight_and_goes_on(start: St
 def test_completions_go_on_over_a_refit_between_two_steps(start: Start, decoder: TrainableDecoder) -> None:
     engine = start(stop_ids=[], context=256)
     bring(engine, decoder)
-    engine.submit([ask(0, samples=2, new=240)])
+    engine.submit([ask(0, samples=2, new=120)])
     bring(engine, decoder, perturbed(decoder.snapshot, share=0.1, seed=1), 1)
-    assert [(item.version_first, item.version_last, len(item.ids)) for item in collect(engine, 2)] == [(0, 1, 240)] * 2
+    assert [(item.version_first, item.version_last, len(item.ids)) for item in collect(engine, 2)] == [(0, 1, 120)] * 2
 
 
 def test_two_ranks_hold_their_parts_and_both_are_read_back(
