@@ -90,7 +90,8 @@ def test_thirty_steps_run_against_the_fake_with_weights_that_really_arrive(
     tmp_path: Path, directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "gpu_count", lambda: 1)
-    config = served_run(tmp_path, directory, steps=30, refit={"mode": "delta"}, buffer={"in_flight": "continue"})
+    batch = {"prompts": 8, "group_size": 4}
+    config = served_run(tmp_path, directory, steps=30, refit={"mode": "delta"}, batch=batch)
     assert Trainer(args=config).train().step == 30
     steps = metrics_of(tmp_path / "run")
     assert len(steps) == 30 and all(step["mismatch/differing_tokens"] == 0 for step in steps)
