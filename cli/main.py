@@ -20,6 +20,13 @@ class Backend(str, Enum):
     tensorrt_llm = "tensorrt-llm"
 
 
+class Gpu(str, Enum):
+    """Values of ``--gpu``."""
+
+    hopper = "hopper"
+    blackwell = "blackwell"
+
+
 app = typer.Typer(
     help="Reinforcement learning for language models, with rollouts and training in one FP8 precision.",
     no_args_is_help=True,
@@ -82,11 +89,16 @@ def build_engine(
         int | None, typer.Option(min=2, help="Longest prompt plus answer; default: the model's.")
     ] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Leave the compiled operators out.")] = False,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="tensorrt-llm: GPUs that share the model; default 1.")
+    ] = None,
+    gpu: Annotated[Gpu | None, typer.Option(help="tensorrt-llm: the kind of GPU; default hopper.")] = None,
 ) -> None:
     """Quantise a model and compile its operators once, into a directory from which engines start."""
     from trtl_rl.cli.engine import build
 
-    raise typer.Exit(_guard(lambda: build(model, output, backend.value, recipe, max_context, not no_compile)))
+    serving = {"tensor_parallel": tensor_parallel, "gpu": None if gpu is None else gpu.value}
+    raise typer.Exit(_guard(lambda: build(model, output, backend.value, recipe, max_context, not no_compile, serving)))
 
 
 @app.command()
@@ -105,15 +117,26 @@ def verify_engine(
     directory: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine directory.")],
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    backend: Annotated[Backend | None, typer.Option(help="What runs it; default: what it was built for.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="tensorrt-llm: interpreter of the environment that has it; default: this one.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="tensorrt-llm: where the report goes; default: verify-engine.json.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check every checksum, load the engine, and compare what it generates with the trainer. Exit code 1: they differ."""
+    """Check every checksum, load the engine, and compare what it generates with the trainer. Exit code 1: they differ.
+
+    torch: every logprob must be the trainer's, bit for bit. tensorrt-llm: refits are checked too, differences are measured, and
+    a report is written.
+    """
 
     def start() -> int:
-        from trtl_rl.cli.parity import verify_engine as check
-        from trtl_rl.trainer.parity_subject import Options
+        from trtl_rl.cli.engine import verify
 
-        return check(directory, Options(prompts, max_new_tokens), json)
+        chosen = None if backend is None else backend.value
+        return verify(directory, prompts, max_new_tokens, json, backend=chosen, python=python, report=report)
 
     raise typer.Exit(_guard(start))
 

@@ -14,17 +14,19 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.disk import sync, sync_tree
-from trtl_rl.engines.directory import INDEX, MANIFEST, EngineDirectory, FileEntry, Progress
+from trtl_rl.engines.directory import INDEX, LLM_ARGUMENTS, MANIFEST, EngineDirectory, FileEntry, Progress
 from trtl_rl.errors import UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.source import ModelSource, file_digest, weights_digest
 from trtl_rl.recipe.recipe import NONE, Recipe
+from trtl_rl.refit.validate import BlockScaleContract, Gpu
 from trtl_rl.versions import versions
 
 if TYPE_CHECKING:
@@ -41,6 +43,14 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Serving:
+    """For which machine an engine directory of TensorRT-LLM is checked: ranks that share the model, and kind of GPU."""
+
+    tensor_parallel: int = 1
+    gpu: Gpu = "hopper"
+
+
 def build_engine(
     source: ModelSource,
     recipe: Recipe,
@@ -48,12 +58,14 @@ def build_engine(
     *,
     max_context: int | None = None,
     compiled: bool = True,
+    serving: Serving | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> EngineDirectory:
     """Write ``output``. It appears whole or not at all: everything is written beside it, synced and renamed.
 
     Args:
+        serving: For TensorRT-LLM, and how; None: for the embedded engine, which runs the others too.
         max_context: Longest prompt plus answer; by default what the checkpoint was made for.
         compiled: Also put operators compiled for this model into it.
         progress: Called with a text, how much is done, and the total.
@@ -66,7 +78,7 @@ def build_engine(
     output = _place(output)
     context = _checked(source, recipe, output, max_context)
     with _beside(output) as partial:
-        return _build(source, recipe, output, partial, context, compiled, shard_bytes, progress)
+        return _build(source, recipe, output, partial, context, compiled, serving, shard_bytes, progress)
 
 
 def _build(
@@ -76,6 +88,7 @@ def _build(
     partial: Path,
     context: int,
     compiled: bool,
+    serving: Serving | None,
     shard_bytes: int,
     progress: Progress,
 ) -> EngineDirectory:
@@ -91,6 +104,9 @@ def _build(
     recipe.apply(model)
     description = describe(model)
     quantised = quantization_config(description)
+    contract = None if serving is None else BlockScaleContract(description, serving.tensor_parallel, serving.gpu)
+    if contract is not None:
+        contract.check_model()
     stops = stop_ids(source.path, model, tokenizer)
     progress("loading the model", 1, 1)
     progress("quantising", 0, 1)
@@ -98,6 +114,8 @@ def _build(
         tensors = quantise_parameters(dict(model.named_parameters()), description)
     except FloatingPointError as error:
         raise UserError(f"{source.name}: {error}") from None
+    if contract is not None:
+        contract.check(tensors)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
     progress("quantising", 1, 1)
@@ -105,6 +123,8 @@ def _build(
     kernels.prepare([description.layer_spec(i) for i in range(description.layers)], description.head_spec())
     _write_shards(tensors, partial, shard_bytes, progress)
     _write_configuration(source, partial, quantised, stops)
+    if serving is not None:
+        _write_serving(partial, quantised, serving.tensor_parallel, context)
     kernels.copy_packages(partial / "kernels")
     files = _checksums(partial, progress)
     directory = EngineDirectory(
@@ -117,6 +137,8 @@ def _build(
         description=description,
         weights_digest=Manifest.of(tensors, 0, "").digest,
         kernels={"identity": kernels.identity, "compiled": compiled, "description": kernels.description},
+        backend="torch" if serving is None else "tensorrt-llm",
+        serving={} if serving is None else asdict(serving),
         max_context=context,
         stop_ids=stops,
         versions=versions(),
@@ -229,6 +251,24 @@ def copy_tokenizer(source: ModelSource, directory: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)
+
+
+def _write_serving(directory: Path, quantised: dict[str, Any] | None, tensor_parallel: int, context: int) -> None:
+    """What TensorRT-LLM starts with; and the quantisation once more, as ModelOpt's checkpoints say it."""
+    import yaml
+
+    from trtl_rl.engines.tensorrt_llm.arguments import directory_arguments
+
+    text = yaml.safe_dump(directory_arguments(tensor_parallel=tensor_parallel, max_context=context), sort_keys=False)
+    (directory / LLM_ARGUMENTS).write_text(text)
+    if quantised is not None:
+        quantisation = {
+            "quant_algo": "FP8_BLOCK_SCALES",
+            "kv_cache_quant_algo": None,
+            "group_size": quantised["weight_block_size"][0],
+            "exclude_modules": quantised["modules_to_not_convert"],
+        }
+        _write(directory / "hf_quant_config.json", {"producer": {"name": "trtl-rl"}, "quantization": quantisation})
 
 
 def quantization_config(description: DecoderDescription) -> dict[str, Any] | None:

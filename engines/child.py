@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.engines.engine import InFlight
@@ -27,8 +26,7 @@ from trtl_rl.refit.manifest import Manifest
 from trtl_rl.rollout import Request
 
 if TYPE_CHECKING:
-    from trtl_rl.engines.faulty import FaultyEngine
-    from trtl_rl.engines.torch_engine.engine import TorchEngine
+    from trtl_rl.engines.backends import Backend
     from trtl_rl.kernels.kernel_set import KernelSet
 
 
@@ -44,7 +42,7 @@ class Child:
         self._connection = connection
         self._refits = Connection(os.dup(refits.fileno()))
         self._receiver = Receiver(refits.makefile("rb", buffering=0))  # what follows a bucket is the next message
-        self._engine: TorchEngine | FaultyEngine | None = None
+        self._engine: Any = None  # a RolloutEngine that is stepped: see backends.py
         self._kernels: KernelSet | None = None
         self._waiting_pause: list[int] = []
         self._sent = self._told = 0.0  # when this said anything, and how far unfinished requests have got
@@ -62,6 +60,12 @@ class Child:
             elif engine is not None and working:
                 engine.step()
             self._report()
+
+    def close(self) -> None:
+        """End processes that the engine has started."""
+        if self._engine is not None:
+            with contextlib.suppress(Exception):  # why this ends was said before
+                self._engine.close()
 
     def _serve_refits(self) -> None:
         try:
@@ -127,48 +131,20 @@ class Child:
             repeats = isinstance(error, EngineError) and error.repeats
             return {"id": number, "error": type(error).__name__, "text": str(error), "repeats": repeats}
 
-    def _do_configure(
-        self,
-        description: dict[str, Any],
-        kernels: str,
-        compiled: bool,
-        packages: str | None,
-        device: str,
-        fault: str | None,
-        slots: int,
-        context: int,
-        stop_ids: list[int],
-        positions: int | None = None,
-    ) -> None:
-        from trtl_rl.engines.torch_engine.engine import TorchEngine
-        from trtl_rl.kernels.kernel_set import KernelSet
-        from trtl_rl.model.description import DecoderDescription
+    def _do_configure(self, backend: Backend, description: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        from trtl_rl.engines.backends import make_engine
 
-        own = KernelSet(compiled, build=False, packages=None if packages is None else Path(packages), device=device)
-        if own.identity != kernels:
-            raise EngineError(
-                f"Trainer and engine would run different operators ({kernels[:12]} and {own.identity[:12]}): the two "
-                "Python environments differ in torch, compiler or trtl-rl.",
-                repeats=True,
-            )
-        self._kernels = own
-        self._engine = TorchEngine(
-            DecoderDescription.from_json(description),
-            own,
-            slots=slots,
-            context=context,
-            positions=positions,
-            stop_ids=stop_ids,
-        )
-        if fault is not None:
-            from trtl_rl.engines.faulty import Fault, FaultyEngine
-
-            self._engine = FaultyEngine(self._engine, Fault.parse(fault), own_process=True)
+        made = make_engine(backend, description, **rest)
+        self._engine, self._kernels = made.engine, made.kernels
+        return made.about
 
     def _do_load(self, directory: str) -> dict[str, Any]:
         from trtl_rl.engines.directory import EngineDirectory
 
         return asdict(EngineDirectory.open(directory).load_into(self._running()))
+
+    def _do_quantiser(self, seed: int, rows: int, columns: int) -> Any:
+        return self._running().quantiser(seed, rows, columns)
 
     def _do_coverage(self) -> Any:
         return self._running().coverage().to_json()
@@ -196,6 +172,9 @@ class Child:
         return bool(self._running().begin_refit(Manifest.from_json(manifest)))
 
     def _do_write(self, bucket: dict[str, Any]) -> None:
+        if bucket and hasattr(type(self._engine), "write_packed"):
+            self._running().write_packed(bucket)  # its workers read the trainer's memory themselves
+            return
         received = self._receiver.receive(bucket)  # whatever follows: nothing of it may stay in a stream
         self._running().write(received)
 
@@ -227,8 +206,9 @@ def main() -> None:
 
     torch.set_num_threads(int(sys.argv[1]))
     connection = Connection(int(sys.argv[2]))
+    child = Child(connection, socket.socket(fileno=int(sys.argv[3])))
     try:
-        Child(connection, socket.socket(fileno=int(sys.argv[3]))).serve()
+        child.serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the trainer is gone
     except BaseException as error:
@@ -237,6 +217,8 @@ def main() -> None:
         failed = {"failed": f"{type(error).__name__}: {error}", "repeats": repeats}
         connection.send_bytes(json.dumps(failed).encode())
         raise
+    finally:
+        child.close()
 
 
 if __name__ == "__main__":

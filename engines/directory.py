@@ -6,6 +6,7 @@
     config.json, generation_config.json, tokenizer files
     model-0000i-of-0000n.safetensors, model.safetensors.index.json     the FP8 block-scale checkpoint
     kernels/IDENTITY/*.pt2          operators compiled for this model (absent with --no-compile)
+    llm_args.yaml, hf_quant_config.json     for TensorRT-LLM (built with --backend tensorrt-llm)
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
     from trtl_rl.refit.manifest import RefitResult
     from trtl_rl.refit.sender import RefitTarget
+    from trtl_rl.refit.validate import BlockScaleContract
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "engine.json"
+LLM_ARGUMENTS = "llm_args.yaml"
 INDEX = "model.safetensors.index.json"
 _BUCKET_BYTES = 64 * 2**20
 
@@ -57,6 +60,8 @@ class EngineDirectory:
         recipe: ``name``, ``digest`` and ``text``.
         weights_digest: Of the version's tensors: what the engine reports after a refit to them.
         kernels: ``identity``, ``compiled``, ``description`` of the operators.
+        backend: ``torch``, or ``tensorrt-llm``: then the embedded engine can run it too.
+        serving: What it was checked for: ``tensor_parallel`` and ``gpu`` of TensorRT-LLM; empty for the embedded engine.
         max_context: Longest prompt plus answer.
         stop_ids: Every id that ends an answer.
         versions: Of what built it.
@@ -72,6 +77,8 @@ class EngineDirectory:
     description: DecoderDescription
     weights_digest: str
     kernels: dict[str, Any]
+    backend: str
+    serving: dict[str, Any]
     max_context: int
     stop_ids: list[int]
     versions: dict[str, str]
@@ -86,6 +93,24 @@ class EngineDirectory:
     def bytes(self) -> int:
         """Size of all files."""
         return sum(entry.size for entry in self.files.values())
+
+    def contract(self) -> BlockScaleContract:
+        """What weights for TensorRT-LLM must comply with. Raises UserError when the directory was not built for that."""
+        from trtl_rl.refit.validate import BlockScaleContract
+
+        if self.backend != "tensorrt-llm":
+            raise UserError(
+                f"{self.path} was built for the embedded engine. Build one with: trtl-rl build-engine --backend tensorrt-llm "
+                f"--model {self.model} --output DIR"
+            )
+        return BlockScaleContract(self.description, self.serving["tensor_parallel"], self.serving["gpu"])
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """``llm_args.yaml``: the arguments of TensorRT-LLM's AsyncLLM, but for the model's path."""
+        import yaml
+
+        arguments: dict[str, Any] = yaml.safe_load((self.path / LLM_ARGUMENTS).read_text())
+        return arguments
 
     def to_json(self) -> dict[str, Any]:
         """``engine.json``, with a checksum of itself."""

@@ -28,7 +28,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from trtl_rl.engines.backends import Backend
 from trtl_rl.engines.engine import InFlight
+from trtl_rl.engines.environment import variables
 from trtl_rl.engines.refit_line import RefitLine
 from trtl_rl.engines.unanswered import Unanswered
 from trtl_rl.errors import EngineError, RefitError, UserError
@@ -57,6 +59,7 @@ class HostedEngine:
         refit_timeout: The same for each stage of a refit.
         channel: How weights travel. A stream goes through a socket, as it would to another machine.
         number: Of this engine among those of a run.
+        python: Interpreter of the child, with an environment of its own (``environment.py``); None: this one.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class HostedEngine:
         refit_timeout: float,
         channel: ChannelName = "shared_memory",
         number: int = 0,
+        python: str | None = None,
     ) -> None:
         self.number = number
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
@@ -80,10 +84,10 @@ class HostedEngine:
         ours, refits = socket.socketpair()
         self._line = RefitLine(ours, channel, refit_timeout)
         descriptors = [theirs.fileno(), refits.fileno()]
-        environment = {**_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**_MEMORY, **variables(python), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],
+                [python or sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -101,6 +105,7 @@ class HostedEngine:
         self._completions: queue.SimpleQueue[list[Completion]] = queue.SimpleQueue()
         self._probes: dict[int, queue.SimpleQueue[Completion]] = {}  # of each request: several threads may probe
         self._version = -1
+        self._patience = 2.0
         self._failure: str | None = None
         self._repeats = False
         self._heard = time.monotonic()
@@ -116,16 +121,28 @@ class HostedEngine:
         packages: str | None = None,
         device: str = "cpu",
         fault: str | None = None,
+        backend: Backend = "torch",
+        other_operators: bool = False,
+        serving: dict[str, Any] | None = None,
         **limits: Any,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Build the engine in the child: decoder, kernels (their identity must match), slots and limits.
 
         Args:
             packages: Directory of compiled operators that is looked into before the cache.
             fault: What goes wrong on purpose, see ``faulty.py``.
+            other_operators: Where the child's environment would compute with other operators, let it, instead of refusing.
+            serving: For TensorRT-LLM: see ``tensorrt_llm/engine.py``.
+
+        Returns:
+            What runs in the child: backend, versions, operators.
         """
+        if backend == "tensorrt-llm":
+            self._patience = 30.0  # its workers end before it does
         about = {"description": description, "kernels": kernels, "compiled": compiled, "device": device}
-        self._call("configure", **about, packages=packages, fault=fault, **limits)
+        how = {"backend": backend, "other_operators": other_operators, "serving": serving}
+        made: dict[str, Any] = self._call("configure", **about, **how, packages=packages, fault=fault, **limits)
+        return made
 
     def load(self, directory: Path) -> RefitResult:
         """Take version 0 from an engine directory; nothing is sent."""
@@ -146,6 +163,11 @@ class HostedEngine:
 
     def coverage(self) -> Coverage:
         return Coverage.from_json(self._call("coverage"))
+
+    def quantiser(self, seed: int, rows: int, columns: int) -> dict[str, Any]:
+        """What TensorRT-LLM's quantiser of activations makes of random values, see ``tensorrt_llm/worker.py``."""
+        found: dict[str, Any] = self._call("quantiser", seed=seed, rows=rows, columns=columns)
+        return found
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._unanswered.ask(requests)
@@ -239,7 +261,8 @@ class HostedEngine:
         self._refit("abort_refit")
 
     def close(self) -> None:
-        """End the child and what it has started: hang up, wait two seconds, kill. Safe to call twice, and by any thread.
+        """End the child and what it has started: hang up, wait (for one with processes of its own half a minute, else two
+        seconds), kill. Safe to call twice, and by any thread.
 
         Calls that other threads are in raise EngineError.
         """
@@ -248,7 +271,7 @@ class HostedEngine:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._line.hang_up()
         try:
-            self._process.wait(2.0)
+            self._process.wait(self._patience)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)

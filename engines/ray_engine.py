@@ -119,6 +119,7 @@ class RayEngine:
         timeout: float,
         refit_timeout: float,
         options: dict[str, Any] | None = None,
+        python: str | None = None,
         number: int = 0,
     ) -> None:
         import ray
@@ -126,7 +127,7 @@ class RayEngine:
         self.number = number
 
         self._ray, self._store, self._timeout, self._refit_timeout = ray, store, timeout, refit_timeout
-        limits = {"threads": threads, "timeout": timeout, "refit_timeout": refit_timeout}
+        limits = {"threads": threads, "timeout": timeout, "refit_timeout": refit_timeout, "python": python}
         remote = ray.remote(EngineActor).options(max_concurrency=CALLS, **(options or {"num_cpus": 1}))
         self._actor: Any = remote.remote(str(log.absolute()), limits)
         self._poll: Any = None
@@ -134,8 +135,9 @@ class RayEngine:
         self._version, self._busy, self._progress = -1, 0.0, dict[int, list[int]]()
         self._closed = False
 
-    def configure(self, *arguments: Any, **named: Any) -> None:
-        self._call("configure", *arguments, **named)
+    def configure(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        about: dict[str, Any] = self._call("configure", *arguments, **named)
+        return about
 
     def load(self, directory: Path) -> RefitResult:
         """Take version 0 from an engine directory, which the node must have under the same path."""

@@ -37,7 +37,7 @@ class EngineProcess(RolloutEngine, Protocol):
 
     number: int
 
-    def configure(self, *arguments: Any, **named: Any) -> None:
+    def configure(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Build the engine; see ``HostedEngine.configure``."""
 
     def load(self, directory: Path) -> RefitResult:

@@ -274,7 +274,7 @@ WRONG = {
     "an edited tokenizer": Wrong(lambda d: flip(d / "tokenizer.json"), r"tokenizer\.json was changed after"),
     "an edited engine.json": Wrong(renamed, r"engine\.json was edited"),
     "half an engine.json": Wrong(lambda d: os.truncate(d / "engine.json", 500), r"engine\.json is no whole JSON file"),
-    "a newer format": Wrong(lambda d: edit(d, format=2), r"built by a newer version of trtl-rl \(format 2; this one reads 1"),
+    "a newer format": Wrong(lambda d: edit(d, format=3), r"built by a newer version of trtl-rl \(format 3; this one reads 2"),
     "another architecture": Wrong(lambda d: edit(d, architecture="MixtralForCausalLM"), "holds a MixtralForCausalLM"),
     "a file outside": Wrong(outside, r"names \.\./other, which lies outside"),
     "a checkpoint": Wrong(lambda d: (d / "engine.json").unlink(), r"is no engine directory: it has no engine\.json"),

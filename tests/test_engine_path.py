@@ -175,8 +175,10 @@ def test_build_inspect_and_verify_from_the_command_line(tmp_path: Path) -> None:
 def test_wrong_input_of_the_commands_is_one_message(built: Path, other: Path, tmp_path: Path) -> None:
     assert "There is no model 'nowhere'" in refused("build-engine", "--model", "nowhere", "--output", tmp_path / "new")
     assert "exists and is not an empty directory" in refused("build-engine", "--model", "demo", "--output", built)
-    backend = refused("build-engine", "--model", "demo", "--output", tmp_path / "new", "--backend", "tensorrt-llm")
-    assert "builds no engine for TensorRT-LLM: the adapter" in backend
+    served = ("build-engine", "--model", "demo", "--output", tmp_path / "new", "--tensor-parallel", 2)
+    assert "--tensor-parallel belongs to --backend tensorrt-llm" in refused(*served)
+    assert "--python belongs to --backend tensorrt-llm" in refused("verify-engine", built, "--python", "python3")
+    assert "was built for the embedded engine" in refused("verify-engine", built, "--backend", "tensorrt-llm")
     recipe = refused("build-engine", "--model", "demo", "--output", tmp_path / "new", "--recipe", "fp8_blok")
     assert "Did you mean 'fp8_block'?" in recipe
     assert "has no engine.json" in refused("inspect-engine", other)

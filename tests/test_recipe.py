@@ -328,7 +328,9 @@ def test_a_wrong_recipe_is_refused_when_it_is_read(recipe: Callable[..., str], c
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no recipe 'fp8_blok'.*fp8_block, none.*Did you mean 'fp8_block'"):
+    with pytest.raises(
+        UserError, match=r"no recipe 'fp8_blok'.*fp8_block, fp8_block_pow2, none.*Did you mean 'fp8_block'"
+    ):
         Recipe.load("fp8_blok")
 
 

@@ -24,7 +24,8 @@ from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
-from trtl_rl.trainer.engine_start import EngineStart, make_engines
+from trtl_rl.trainer.engine_place import find_place, make_engines
+from trtl_rl.trainer.engine_start import EngineStart
 from trtl_rl.trainer.evaluate import Evaluations, Evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.record import RolloutRecord
@@ -89,8 +90,9 @@ class Run:
             if (ended := resume.nothing_to_do(c, saved, known)) is not None:
                 return TrainResult("done", ended, saved["step"], run_dir, {}, nothing_to_do=True)
 
+        place = find_place(c, self.trainer.directory)
         # The engine's process starts while this one loads tokenizer and model.
-        engine = self._engine = make_engines(c, run_dir, self.metrics.message)
+        engine = self._engine = make_engines(c, place, run_dir, self.metrics.message)
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
             self.metrics.message(
@@ -165,6 +167,8 @@ class Run:
             kernels,
             context=context,
             stop_ids=stop_ids(self.trainer.source.path, decoder.model, tokenizer),
+            place=place,
+            tell=self.metrics.message,
         )
         engine.start(start, decoder.snapshot, first)
         phases.next()
@@ -280,6 +284,7 @@ class Run:
             save=saver.try_to_save,
             record=record.write,
             evaluate=lambda step: evaluate(step, beside=c.overlaps_evaluation),
+            contract=place.contract,
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped

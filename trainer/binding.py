@@ -54,7 +54,8 @@ def bind(
         progress=lambda text, done, total: metrics.progress(text, done, total, "units"),
     )
     decoder = TrainableDecoder(model, kernels, context)
-    if directory is not None and directory.kernels["identity"] != kernels.identity:
+    embedded = config.engine.backend == "torch"
+    if embedded and directory is not None and directory.kernels["identity"] != kernels.identity:
         metrics.message(
             "warning",
             f"The operators in {directory.path} ({directory.kernels['description']}) are not those of this run "

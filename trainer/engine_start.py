@@ -2,63 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.engines.faulty import Fault
-from trtl_rl.engines.host import HostedEngine
-from trtl_rl.engines.pool import EnginePool, Engines
-from trtl_rl.engines.ray_engine import BucketStore, RayEngine, connect
-from trtl_rl.engines.supervisor import EngineProcess, SupervisedEngine
 from trtl_rl.errors import UserError
-from trtl_rl.metrics import Tell
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import send
+from trtl_rl.trainer.engine_place import EnginePlace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trtl_rl.config import RunConfig
     from trtl_rl.engines.directory import EngineDirectory
+    from trtl_rl.engines.supervisor import EngineProcess
     from trtl_rl.kernels.kernel_set import KernelSet
+    from trtl_rl.metrics import Tell
     from trtl_rl.model.bind import TrainableDecoder
 
 MAX_SLOTS = 256
-
-
-def make_engines(config: RunConfig, run_dir: Path, tell: Tell) -> Engines:
-    """Start the processes of a run's engines: one, or ``engine.replicas`` of them, here or on the nodes of a Ray cluster.
-
-    Raises:
-        UserError: ``ray.address`` is given, and Ray is not there.
-    """
-    c = config
-    store: BucketStore | None = None
-    if c.ray.address is not None:
-        connect(c.ray.address)
-        store = BucketStore()
-
-    def make(number: int) -> EngineProcess:
-        log = run_dir / "logs" / ("engine.log" if c.engine.replicas == 1 else f"engine-{number}.log")
-        limits: dict[str, Any] = {
-            "threads": c.engine.threads,
-            "timeout": c.engine.timeout,
-            "refit_timeout": c.refit.timeout,
-            "number": number,
-        }
-        if store is not None:
-            return RayEngine(log, store, options=c.ray.options, **limits)
-        return HostedEngine(log, channel=c.refit.channel, **limits)
-
-    def supervised(number: int) -> SupervisedEngine:
-        said = tell if c.engine.replicas == 1 else (lambda level, text: tell(level, f"Engine {number}: {text}"))
-        return SupervisedEngine(
-            lambda: make(number), restarts=c.engine.restarts, delay=c.engine.restart_delay, tell=said
-        )
-
-    engines = [supervised(number) for number in range(c.engine.replicas)]
-    return engines[0] if len(engines) == 1 else EnginePool(engines, tell)
 
 
 class EngineStart:
@@ -66,6 +30,7 @@ class EngineStart:
 
     Args:
         context: Tokens of the longest prompt and answer.
+        tell: Takes messages: what runs in the engine's process, where that is not what runs here.
     """
 
     def __init__(
@@ -77,9 +42,11 @@ class EngineStart:
         *,
         context: int,
         stop_ids: list[int],
+        place: EnginePlace,
+        tell: Tell,
     ) -> None:
         self.config, self.directory, self.decoder, self.kernels = config, directory, decoder, kernels
-        self.context, self.stop_ids = context, stop_ids
+        self.context, self.stop_ids, self.place, self.tell = context, stop_ids, place, tell
 
     def __call__(self, engine: EngineProcess, tensors: Mapping[str, Tensor], version: int, *, restarted: bool) -> None:
         """Configure the engine, give it ``version``, and compare what both sides run.
@@ -96,26 +63,42 @@ class EngineStart:
         fault = c.engine.fault
         if fault is not None and (engine.number or (restarted and not Fault.parse(fault).always)):
             fault = None
-        engine.configure(
+        served = c.engine.backend == "tensorrt-llm"
+        about = engine.configure(
             decoder.description.to_json(),
             self.kernels.identity,
             self.kernels.compiled,
             device=c.device,
             fault=fault,
             packages=None if directory is None else str(directory.packages),
+            backend=c.engine.backend,
+            # Whoever lets logprobs differ lets operators differ.
+            other_operators=c.parity.stop != 0.0,
+            serving={"directory": str(directory.path), "overrides": c.engine.arguments}
+            if directory and served
+            else None,
             **limits(c, decoder, self.context),
             context=self.context,
             stop_ids=self.stop_ids,
         )
+        if not restarted:
+            self._describe(about, served)
         coverage = decoder.description.coverage.digest
-        if directory is not None and version == 0:
+        if directory is not None and version == 0 and not served:
             if engine.load(directory.path).digest != Manifest.of(tensors, 0, coverage).digest:
                 raise UserError(
                     f"engine.path={directory.path} holds other codes than the trainer computes from "
                     f"model={c.model}: it was built with other versions. Build it again."
                 )
         else:
-            send(engine, tensors, version=version, coverage=coverage, bucket_bytes=c.refit.bucket_bytes)
+            send(
+                engine,
+                tensors,
+                version=version,
+                coverage=coverage,
+                bucket_bytes=c.refit.bucket_bytes,
+                contract=self.place.contract,
+            )
         for one, other in (
             (decoder.description.coverage, decoder.weights.coverage()),
             (decoder.description.coverage, engine.coverage()),
@@ -123,6 +106,23 @@ class EngineStart:
             differences = one.difference(other)
             if differences:
                 raise UserError("The recipe and what runs differ in: " + "; ".join(differences[:8]))
+
+    def _describe(self, about: dict[str, Any], served: bool) -> None:
+        """Say what runs in the engine's process, and how weights get there, where that is not as usual."""
+        import torch
+
+        if served:
+            self.tell("info", f"Engine: {about['text']}")
+        elif about["operators"] != self.kernels.identity:
+            self.tell(
+                "warning",
+                f"The engine's operators are not the trainer's (torch {about['torch']} there, {torch.__version__} here): nothing "
+                "says that its logprobs are the trainer's bit for bit. The difference is measured at every probe (mismatch/..., "
+                "parity.every).",
+            )
+        place = self.place
+        if place.environment.executable != sys.executable or served or self.config.device == "cuda":
+            self.tell("info", f"Weights go to the engine through {place.channel}: {place.channel_reason}.")
 
 
 def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[str, int]:
@@ -133,6 +133,10 @@ def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[s
     """
     from trtl_rl.model.kv import block_length, bytes_per_position
 
+    in_flight = config.batch.prompts * config.batch.group_size * (config.buffer.max_staleness + 1)
+    slots = config.engine.slots or min(MAX_SLOTS, -(-in_flight // config.engine.replicas))
+    if config.engine.backend == "tensorrt-llm":
+        return {"slots": slots}  # it takes memory for keys and values as its own arguments say
     d = decoder.description
     one = bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
     room, longest = int(config.engine.cache_gib * 2**30 / one), block_length(context)
@@ -141,6 +145,4 @@ def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[s
             f"One completion of {context} tokens needs {longest * one / 2**30:.3g} GiB for keys and values, and "
             f"engine.cache_gib is {config.engine.cache_gib:g}. Raise engine.cache_gib, or lower engine.max_context."
         )
-    in_flight = config.batch.prompts * config.batch.group_size * (config.buffer.max_staleness + 1)
-    slots = config.engine.slots or min(MAX_SLOTS, -(-in_flight // config.engine.replicas))
     return {"slots": slots, "positions": min(room, slots * longest)}

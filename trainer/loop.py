@@ -45,6 +45,7 @@ from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import Accumulator, MetricsWriter
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import Sent, send
+from trtl_rl.refit.validate import BlockScaleContract
 from trtl_rl.rollout import Group
 from trtl_rl.trainer.learner import Learner
 from trtl_rl.trainer.parity import ParityCheck
@@ -65,6 +66,7 @@ class Loop:
         record: Called with the step, its groups and those discarded since the step before.
         evaluate: Called with the step when an evaluation is due.
         probes: Prompts of the parity check, as token ids.
+        contract: What every refit must comply with, if the engine does not check that itself.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class Loop:
         record: Callable[[int, list[Group], list[tuple[Group, str]]], None],
         evaluate: Callable[[int], None],
         probes: list[list[int]],
+        contract: BlockScaleContract | None = None,
     ) -> None:
         self.config, self.engine, self.learner, self.worker = config, engine, learner, worker
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
         self.save, self.record, self.evaluate = save, record, evaluate
+        self.contract = contract
         self.budget = Budget(config.budget, config.steps)
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
@@ -265,6 +269,7 @@ class Loop:
                     mode=self.config.refit_mode,
                     previous=self._sent,
                     before_finish=arrived,
+                    contract=self.contract,
                 )
                 if finish:
                     self.engine.resume()

@@ -39,6 +39,7 @@ from trtl_rl.config_parts import (
 )
 from trtl_rl.errors import UserError, nearest
 
+MEASURED_WARN = 0.5  # parity.warn where parity is measured only: |difference of logprobs|; not yet tuned on a GPU
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -82,6 +83,21 @@ class RunConfig(Part):
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} say the same thing: give one of them")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _measured_parity(cls, values: Any) -> Any:
+        """TensorRT-LLM computes with other operators than the trainer: unless told otherwise, parity is measured, not demanded."""
+        engine = values.get("engine") or {}
+        backend = engine.get("backend") if isinstance(engine, dict) else engine.backend
+        if backend != "tensorrt-llm":
+            return values
+        given = values.get("parity") or {}
+        parity = given if isinstance(given, dict) else {name: getattr(given, name) for name in given.model_fields_set}
+        return {
+            **values,
+            "parity": {"warn": MEASURED_WARN if parity.get("stop") is None else 0.0, "stop": None, **parity},
+        }
+
     @model_validator(mode="after")
     def _gpu_memory_needs_a_gpu(self) -> RunConfig:
         if self.refit.channel == "cuda_ipc" and self.device != "cuda":
@@ -90,7 +106,7 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _ray_carries_weights_itself(self) -> RunConfig:
-        if self.ray.address is not None and self.refit.channel != "shared_memory":
+        if self.ray.address is not None and self.refit.channel not in (None, "shared_memory"):
             raise ValueError(
                 f"refit.channel={self.refit.channel} does not go with ray.address: weights go through Ray's object store, and from "
                 "there through shared memory. Leave refit.channel out"
@@ -126,7 +142,8 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _what_cuda_cannot(self) -> RunConfig:
-        if self.device == "cuda" and (self.compile or self.engine.path is not None):
+        embedded = self.engine.path is not None and self.engine.backend == "torch"
+        if self.device == "cuda" and (self.compile or embedded):
             key = "compile=true" if self.compile else f"engine.path={self.engine.path}"
             raise ValueError(
                 f"{key} does not go with device=cuda: compiled operators are CPU code. Leave it out, or use device=cpu"

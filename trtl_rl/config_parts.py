@@ -119,6 +119,17 @@ class RewardConfig(Part):
 class EngineConfig(Part):
     """The rollout engine."""
 
+    backend: Literal["torch", "tensorrt-llm"] = Field(
+        "torch",
+        description="torch: the embedded engine. tensorrt-llm: TensorRT-LLM, started from engine.path; it needs a GPU.",
+    )
+    python: str | None = Field(
+        None, description="Interpreter of the engine's process, with packages of its own; default: the trainer's."
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="tensorrt-llm: arguments that replace those in the engine directory's llm_args.yaml.",
+    )
     path: str | None = Field(
         None,
         description="An engine directory (trtl-rl build-engine) made from this model with this recipe, to start from.",
@@ -159,6 +170,25 @@ class RayConfig(Part):
         """``resources`` as Ray takes them."""
         own = {name: value for name, value in self.resources.items() if name in ("num_cpus", "num_gpus")}
         return {**own, "resources": {name: value for name, value in self.resources.items() if name not in own}}
+
+    @model_validator(mode="after")
+    def _keys_of_a_backend(self) -> EngineConfig:
+        if self.backend == "torch":
+            if self.arguments:
+                raise ValueError("engine.arguments belongs to engine.backend=tensorrt-llm")
+            return self
+        if self.path is None:
+            raise ValueError(
+                "engine.backend=tensorrt-llm starts from a directory: make one with trtl-rl build-engine --backend "
+                "tensorrt-llm, and name it as engine.path"
+            )
+        for key, instead in (
+            ("cache_gib", "engine.arguments={kv_cache_config: {free_gpu_memory_fraction: 0.5}} bounds it there"),
+            ("threads", "it computes on the GPU"),
+        ):
+            if key in self.model_fields_set and getattr(self, key) != EngineConfig.model_fields[key].default:
+                raise ValueError(f"engine.{key} belongs to engine.backend=torch: {instead}")
+        return self
 
 
 class LossConfig(Part):
@@ -289,9 +319,10 @@ class RefitConfig(Part):
         description="full: send every tensor. delta: what changed, where that is shorter and the engine has the base. auto: delta "
         "through a stream; memory is copied faster than versions are compared.",
     )
-    channel: Literal["shared_memory", "stream", "cuda_ipc"] = Field(
-        "shared_memory",
-        description="What carries weights. stream: a socket. cuda_ipc: memory of the GPU that both use.",
+    channel: Literal["shared_memory", "stream", "cuda_ipc"] | None = Field(
+        None,
+        description="What carries weights. stream: a socket. cuda_ipc: memory of the GPU that both use. Default: cuda_ipc where "
+        "both sides are on GPUs and have the same torch, else shared_memory.",
     )
     bucket_bytes: Count = Field(16 * 2**20, description="Size of one bucket.")
     timeout: Positive = Field(120.0, description="Seconds for each stage of a refit.")

@@ -53,7 +53,8 @@ class Recipe:
         """
         if name == NONE:
             return cls.parse(name, "")
-        bundled = {Path(str(item)).stem: item for item in files(__package__).iterdir() if str(item).endswith(".yaml")}
+        items = sorted(files(__package__).iterdir(), key=str)
+        bundled = {Path(str(item)).stem: item for item in items if str(item).endswith(".yaml")}
         if name in bundled:
             text = bundled[name].read_text()
         elif Path(name).is_file():

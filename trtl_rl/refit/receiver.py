@@ -61,6 +61,16 @@ class RefitReceiver:
         """Whether there is a whole version to generate with."""
         return self._live is not None
 
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """The tensors of the live version, in CPU memory."""
+        return self._held
+
+    @property
+    def version(self) -> int:
+        """The live version, or -1."""
+        return -1 if self._live is None else self._live.version
+
     def begin(self, manifest: Manifest) -> bool:
         """Open a version. Raises RefitError, and changes nothing, when it cannot become a whole one.
 

@@ -6,13 +6,16 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
 from trtl_rl.errors import EngineError, RefitError
 from trtl_rl.refit import delta
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult, buckets
+
+if TYPE_CHECKING:
+    from trtl_rl.refit.validate import BlockScaleContract
 
 Mode = Literal["full", "delta"]
 
@@ -66,6 +69,7 @@ def send(
     mode: Mode = "full",
     previous: Sent | None = None,
     before_finish: Callable[[], None] = lambda: None,
+    contract: BlockScaleContract | None = None,
 ) -> RefitReport:
     """Bring ``target`` to ``version``, whose tensors are given in the layout of ``tensor_specs``.
 
@@ -74,11 +78,14 @@ def send(
             is no ``previous`` or the engine holds another version.
         previous: The version before, also to report which share of bytes has changed.
         before_finish: Called when everything has arrived, while the engine still generates with the version before.
+        contract: What the tensors must comply with, checked before the engine hears of them; for one that checks nothing itself.
 
     Raises:
-        RefitError: the engine refused, and is at the version before; or it ended at another digest.
+        RefitError: the contract was broken, or the engine refused, and is at the version before; or it ended at another digest.
     """
     start = time.perf_counter()
+    if contract is not None:
+        contract.check(tensors)
     manifest = Manifest.of(tensors, version, coverage)
     base = previous if mode == "delta" else None
     takes_changes = target.begin_refit(replace(manifest, base=None if base is None else base.manifest.digest))
