@@ -8,6 +8,7 @@ Ray brings it to each node once, and the actor hands it to its engine through sh
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def connect(address: str) -> None:
         ray.init(
             address=None if address == "local" else address,
             include_dashboard=False if address == "local" else None,
-            logging_level="warning",
+            logging_level=logging.WARNING,
             log_to_driver=False,
         )
     except (ConnectionError, ValueError, RuntimeError) as error:

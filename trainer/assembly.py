@@ -160,7 +160,7 @@ class Run:
         first = self.state.step
         decoder.refresh(first)
         phases.next()
-        start = EngineStart(
+        bring_up = EngineStart(
             c,
             self.trainer.directory,
             decoder,
@@ -170,7 +170,7 @@ class Run:
             place=place,
             tell=self.metrics.message,
         )
-        engine.start(start, decoder.snapshot, first)
+        engine.start(bring_up, decoder.snapshot, first)
         phases.next()
 
         buffer = GroupBuffer(

@@ -53,7 +53,7 @@ def _tokenizer_of(model: Any) -> PreTrainedTokenizerBase:
 
     name = getattr(model.config, "_name_or_path", "")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)  # type: ignore[no-untyped-call]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except Exception:
         raise UserError(
             "The model is given as an object, and no tokenizer with it (nor does its name lead to one): give processing_class."

@@ -152,25 +152,6 @@ class EngineConfig(Part):
         None, description="A drill: the engine fails on purpose, MODE[:STEP[:always]] (see engines/faulty.py)."
     )
 
-
-class RayConfig(Part):
-    """Where engines run as actors of a Ray cluster."""
-
-    address: str | None = Field(
-        None,
-        description="host:port or auto: join that cluster; local: start one here. Default: no Ray, engines are processes here.",
-    )
-    resources: dict[str, float] = Field(
-        default_factory=lambda: {"num_cpus": 1.0},
-        description="What one engine takes of a node: num_cpus, num_gpus, or custom resources by name.",
-    )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """``resources`` as Ray takes them."""
-        own = {name: value for name, value in self.resources.items() if name in ("num_cpus", "num_gpus")}
-        return {**own, "resources": {name: value for name, value in self.resources.items() if name not in own}}
-
     @model_validator(mode="after")
     def _keys_of_a_backend(self) -> EngineConfig:
         if self.backend == "torch":
@@ -189,6 +170,25 @@ class RayConfig(Part):
             if key in self.model_fields_set and getattr(self, key) != EngineConfig.model_fields[key].default:
                 raise ValueError(f"engine.{key} belongs to engine.backend=torch: {instead}")
         return self
+
+
+class RayConfig(Part):
+    """Where engines run as actors of a Ray cluster."""
+
+    address: str | None = Field(
+        None,
+        description="host:port or auto: join that cluster; local: start one here. Default: no Ray, engines are processes here.",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=lambda: {"num_cpus": 1.0},
+        description="What one engine takes of a node: num_cpus, num_gpus, or custom resources by name.",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """``resources`` as Ray takes them."""
+        own = {name: value for name, value in self.resources.items() if name in ("num_cpus", "num_gpus")}
+        return {**own, "resources": {name: value for name, value in self.resources.items() if name not in own}}
 
 
 class LossConfig(Part):
