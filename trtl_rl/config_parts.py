@@ -23,8 +23,8 @@ class MixtureConfig(Part):
 
     data: str = Field(description="As the run's data.")
     weight: Positive = Field(1.0, description="How often its rows are drawn, relative to the others.")
-    split: str = "train"
-    prompt_column: str = "prompt"
+    split: str = Field("train", description="As task.split.")
+    prompt_column: str = Field("prompt", description="As task.prompt_column.")
     columns: dict[str, str] = Field(default_factory=dict, description="As task.columns.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="As task.arguments.")
 
@@ -53,7 +53,9 @@ class TaskConfig(Part):
     template: str | None = Field(None, description="Text around the prompt: '{prompt}' stands for the column's text.")
     system: str | None = Field(None, description="System message, for models with a chat template.")
     chat: bool | None = Field(None, description="Apply the chat template; by default when the tokenizer has one.")
-    shuffle: bool = True
+    shuffle: bool = Field(
+        True, description="Draw rows in a random order, another one each epoch; false: as they stand."
+    )
     curriculum: str | None = Field(
         None,
         description="A column with numbers, or file.py:function that gives a row's difficulty: every epoch goes from easy to hard.",
@@ -90,8 +92,8 @@ class TaskConfig(Part):
 class RewardConfig(Part):
     """One reward function: a built-in's name, or ``file.py:function``, or ``package.module:function``."""
 
-    name: str
-    weight: float = 1.0
+    name: str = Field(description="A built-in reward, file.py:function, or package.module:function.")
+    weight: float = Field(1.0, description="Factor in the total reward.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments given to the function.")
     in_process: bool | None = Field(
         None,
@@ -194,7 +196,7 @@ class RayConfig(Part):
 class LossConfig(Part):
     """The objective. Keys that the chosen objective does not have are refused."""
 
-    name: Literal["asympo", "spo", "naive", "grpo", "dr_grpo"] = "asympo"
+    name: Literal["asympo", "spo", "naive", "grpo", "dr_grpo"] = Field("asympo", description="The objective.")
     floor: Annotated[float, Field(ge=0)] | None = Field(None, description="asympo: least S in the denominator.")
     alpha: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="spo: weight of negative answers.")
     p_low: Probability | None = Field(None, description="asympo: least probability of a negative answer's token.")
@@ -235,8 +237,10 @@ class LossConfig(Part):
 class SamplingConfig(Part):
     """Tokens are drawn from softmax(logits / temperature): truncating samplers would train on another distribution."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    max_new_tokens: Count = 32
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Divides the logits, in rollouts and in training."
+    )
+    max_new_tokens: Count = Field(32, description="Tokens after which an answer is cut off.")
 
     @field_validator("temperature")
     @classmethod
@@ -274,15 +278,15 @@ class OptimizerConfig(Part):
     lr: Annotated[float, Field(ge=0)] = Field(
         1e-6, description="Learning rate; 0 moves no weight, for endurance runs and measurements of the machine."
     )
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's averages of the gradient and of its square.")
+    eps: Positive = Field(1e-8, description="AdamW's addend in the denominator.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant", description="After the warm-up. wsd: constant, then linear decay over the last decay_fraction."
     )
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(0.3, description="wsd: share of the steps that decay.")
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this L2 norm.")
     micro_batch_tokens: Count = Field(16384, description="Tokens per forward and backward; a group is never cut.")
     gradient_checkpointing: bool = Field(
         False,
@@ -346,9 +350,9 @@ class RolloutsConfig(Part):
 class BudgetConfig(Part):
     """The run ends at the first limit that it reaches; ``steps`` is one of them."""
 
-    flops: Positive | None = None
+    flops: Positive | None = Field(None, description="FLOPs of search, learning and feedback together.")
     tokens: Count | None = Field(None, description="Generated tokens.")
-    seconds: Positive | None = None
+    seconds: Positive | None = Field(None, description="Wall time of the steps.")
 
 
 class ParityConfig(Part):
@@ -357,7 +361,7 @@ class ParityConfig(Part):
     every: Annotated[int, Field(ge=0)] = Field(
         10, description="Updates between probes, the first update always; 0: never."
     )
-    prompts: Count = 2
+    prompts: Count = Field(2, description="Prompts of a probe; each gets four answers.")
     warn: Annotated[float, Field(ge=0)] = Field(0.0, description="Warn when max |difference of logprobs| exceeds this.")
     stop: Annotated[float, Field(ge=0)] | None = Field(
         0.0,
