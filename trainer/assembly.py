@@ -141,7 +141,7 @@ class Run:
         from trtl_rl.trainer.loop import Loop
         from trtl_rl.trainer.reference import freeze
 
-        loss = make_loss(c.loss, c.sampling.max_new_tokens)
+        loss = self.trainer.loss or make_loss(c.loss, c.sampling.max_new_tokens)
         learner = Learner(
             decoder,
             loss,
@@ -200,6 +200,7 @@ class Run:
             again=again,
             needs_logprobs=loss.needs_behaviour_logprobs,
             tell=self.metrics.message,
+            on_group=self.trainer.callbacks.group,
             teaching=Teaching(c, saved["rollouts"]["recent_prompts"] if saved else None),
         )
         if saved:
@@ -226,6 +227,7 @@ class Run:
                 "config": c.model_dump(mode="json"),
             },
             made_with,
+            self.trainer.callbacks.checkpoint,
         )
         rewound = Rewound()
         if self.trainer.resume:  # nothing is refused from here on
@@ -285,6 +287,7 @@ class Run:
             record=record.write,
             evaluate=lambda step: evaluate(step, beside=c.overlaps_evaluation),
             contract=place.contract,
+            callbacks=self.trainer.callbacks,
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped

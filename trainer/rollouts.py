@@ -48,6 +48,7 @@ class RolloutWorker:
         needs_logprobs: Whether the objective wants behaviour logprobs.
         tell: Takes messages for people: level and text.
         teaching: Passes over prompts and refills groups; ``None``: neither.
+        on_group: Called with a group that is scored and will be trained on.
 
     Attributes:
         doing: What the thread is at, for people.
@@ -71,11 +72,12 @@ class RolloutWorker:
         needs_logprobs: bool = False,
         tell: Tell = lambda level, text: None,
         teaching: Teaching | None = None,
+        on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
-        self.teaching = teaching or Teaching(RunConfig())
+        self.teaching, self.on_group = teaching or Teaching(RunConfig()), on_group
         self.counters = Counters()
         self.next_index = start
         self.doing = "it was not started"
@@ -337,6 +339,7 @@ class RolloutWorker:
                     self.buffer.discard(group, "no signal")
                 else:
                     self._discards = 0
+                    self.on_group(group)
                     self.buffer.complete(group)
         except BaseException as error:
             self._failure = self._failure or error
