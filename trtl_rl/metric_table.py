@@ -151,6 +151,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
             "run_dir": "the directory, as the run knew it",
             "versions": "of Python and packages, by name",
             "resumed_from": "step of the checkpoint, or null",
+            "lost_flops": "of steps that were not saved, which are done again",
         },
     ),
     "progress": (
