@@ -54,8 +54,15 @@ class Recorder(Callback):
 @pytest.mark.slow
 def test_callbacks_follow_a_run_and_stop_it(tmp_path: Path) -> None:
     seen = Recorder(stop_at=2)
-    result = Trainer(reward_funcs=digits, args=small(tmp_path / "run", steps=9), callbacks=[seen]).train()
+    args = TrainerConfig(
+        **small(tmp_path / "run").model_dump(exclude={"steps", "run_dir"}),
+        max_steps=9,
+        output_dir=str(tmp_path / "run"),
+    )
+    result = Trainer(reward_funcs=digits, args=args, callbacks=[seen]).train()
     assert (result.status, result.step) == ("interrupted", 2)
+    said = [row["text"] for row in rows_of(tmp_path / "run", "message")]
+    assert any("max_steps → steps=9; output_dir → run_dir=" in text for text in said)
     assert seen.steps == seen.refits == [1, 2]
     assert seen.groups[:4] == [0, 1, 2, 3] and seen.saved == ["step-00000002"]
 

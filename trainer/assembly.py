@@ -94,13 +94,15 @@ class Run:
             _check_cuda()
         place = find_place(c, self.trainer.directory)
         # The engine's process starts while this one loads tokenizer and model.
-        engine = self._engine = make_engines(c, place, run_dir, self.metrics.message)
+        engine = self._engine = make_engines(c, place, run_dir, self.metrics.message, self.trainer.engine)
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
             self.metrics.message(
                 "warning",
                 f"The engine will fail on purpose (engine.fault={c.engine.fault}); engine.fault=null ends that.",
             )
+        if self.trainer.translated:
+            self.metrics.message("info", "Said in TRL's words: " + "; ".join(self.trainer.translated) + ".")
         if c.optimizer.lr == 0:
             self.metrics.message("warning", "optimizer.lr=0: every step runs in full, and no weight moves.")
         import torch

@@ -48,7 +48,7 @@ class Session:
             metrics = MetricsWriter(scratch / "metrics.jsonl")
             self._stack.callback(metrics.close)
             place = find_place(c, trainer.directory)
-            self._engine = make_engines(c, place, scratch, metrics.message)
+            self._engine = make_engines(c, place, scratch, metrics.message, trainer.engine)
             self._stack.callback(self._engine.close)
             torch.set_num_threads(c.threads)
             self._tokenizer = load_tokenizer(trainer.source.path)

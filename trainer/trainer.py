@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from trtl_rl.trainer_config import TrainerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from trtl_rl.engines.supervisor import EngineProcess
     from trtl_rl.losses.loss import Loss
     from trtl_rl.trainer.assembly import Run
     from trtl_rl.trainer.session import Session
@@ -88,6 +89,8 @@ class Trainer:
             how many.
         processing_class: The tokenizer, as an object; by default the model's.
         callbacks: Follow the run, and may stop it.
+        engine: Makes an engine of your own from a log file and the engine's number: an object with the methods of
+            ``EngineProcess`` (see ``examples/custom_engine.py``). By default the one that ``args.engine`` describes.
         loss: An objective of your own; overrides ``args.loss``, but for its KL and entropy terms, which it does without.
         resume: Continue the run in ``args.run_dir`` from its newest whole checkpoint, or from its beginning where it had
             not saved one yet.
@@ -115,6 +118,7 @@ class Trainer:
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[Callback] = (),
         *,
+        engine: Callable[[Path, int], EngineProcess] | None = None,
         loss: Loss | None = None,
         resume: bool = False,
     ) -> None:
@@ -153,7 +157,8 @@ class Trainer:
         self.config = with_steps(self.config, self.rows, args)
         check_columns(self.rewards, self.rows.columns)
         self._check_evaluation(eval_dataset)
-        self.loss = loss
+        self.loss, self.engine = loss, engine
+        self.translated = args.translated.lines if isinstance(args, TrainerConfig) else []
         self.callbacks = Callbacks(self, list(callbacks))
         check_installed(self.config.trackers)
         self.resume = resume
