@@ -218,7 +218,8 @@ class RolloutWorker:
         """Renew the leases of what the engine works on; ask again for groups that it has forgotten."""
         if self._repeat:
             return  # leases are of what the engine has
-        alive = self._signs.of_life(self.engine.progress())
+        known = self.engine.progress()
+        alive = self._signs.of_life(known)
         self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
         self.buffer.renew(
             group.index for group in list(self._scoring.values())
@@ -230,7 +231,8 @@ class RolloutWorker:
         lost = [ids[group.index] for group in groups]
         self._lost.update({id: self._open.pop(id) for id in lost})
         self._retry(groups, f"no sign of life for {self.buffer.lease:g} s (buffer.lease)")
-        if self._signs.silent_for > self.buffer.lease:  # not these prompts: the engine does nothing at all
+        # Not these prompts: the engine has them, and does nothing at all. What it has forgotten is asked for again.
+        if self._signs.silent_for > self.buffer.lease and any(id in known for id in lost):
             self.engine.fail(
                 EngineError(f"The engine answers calls, but nothing has come of its work for {self.buffer.lease:g} s.")
             )
