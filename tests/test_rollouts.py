@@ -46,6 +46,7 @@ class FakeEngine:
     """
 
     silent = False
+    holds: dict[int, list[int]] = {}  # noqa: RUF012  # replaced, never changed
 
     def __init__(self) -> None:
         self.done: list[Completion] = []
@@ -89,7 +90,7 @@ class FakeEngine:
                 ]
 
     def progress(self) -> dict[int, list[int]]:
-        return {}
+        return self.holds
 
     def fail(self, error: EngineError) -> None:
         self.failed.append(str(error))
@@ -296,6 +297,7 @@ def test_what_a_prompt_without_a_sign_of_life_has_cost_is_counted_when_it_comes_
 def test_an_engine_that_works_on_nothing_is_replaced_and_not_blamed_on_its_prompts() -> None:
     buffer, engine = GroupBuffer(1, 0, lease=0.1, attempts=9), FakeEngine()
     engine.silent = True
+    engine.holds = {0: [3], 1: [3]}  # it has the requests, and gets no further
     rollouts = worker(buffer, engine, by_sample)
     rollouts.start()
     while not engine.failed:
