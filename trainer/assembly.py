@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.errors import UserError
+from trtl_rl.flops.devices import this_device
 from trtl_rl.flops.formulas import ModelShape
-from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.ledger import Budget, Ledger
+from trtl_rl.flops.precision import Fp8Products
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.loading import load_tokenizer, stop_ids
@@ -112,10 +114,13 @@ class Run:
         decoder, kernels = bind(c, self.trainer.directory, self.metrics, model, context)
         phases.next()
 
-        shape = ModelShape.from_hf_config(model.config)
+        shape = ModelShape.from_model(model)
         parameters = sum(p.numel() for p in model.parameters())
         ledger = Ledger(
             parameters=parameters,
+            active_parameters=parameters - shape.inactive_parameters,
+            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            device=this_device(c.device),
             reward_system=", ".join(reward.name for reward in self.trainer.rewards),
             evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
         )
@@ -124,13 +129,16 @@ class Run:
         from trtl_rl.trainer.loop import Loop
 
         loss = make_loss(c.loss)
-        learner = Learner(decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps)
+        updates = c.batch.updates
+        learner = Learner(
+            decoder, loss, c.optimizer, shape=shape, temperature=c.sampling.temperature, steps=c.steps * updates
+        )
         if saved:
             learner.accelerator.load_state(str(found[-1]))
             ledger.load_state_dict(saved["ledger"])
             # Whoever resumes a run that ended without signal has changed something, and gets as many steps again.
             self.state = RunState(**{**saved["run"], "no_signal": 0, "not_finite": 0})
-            learner.configure_optimizer(self.state.step)
+            learner.configure_optimizer(self.state.step * updates)
             ledger.waste("cancelled", saved["untrained_flops"])  # those answers are generated again
         first = self.state.step
         decoder.refresh(first)
@@ -165,6 +173,7 @@ class Run:
             start=saved.get("next_index", 0),
             again=saved.get("untrained", []),
             needs_logprobs=loss.needs_behaviour_logprobs,
+            fp8=Fp8Products.of(decoder.description.coverage),
         )
         evaluator = Evaluator(
             c.evaluation.scorer,
@@ -185,6 +194,12 @@ class Run:
             last.update(evaluator.run(lambda done, total: self.metrics.progress("evaluation", done, total, "answers")))
             self.metrics.write("evaluation", step=step, metrics=last)
 
+        def write_ledger() -> dict[str, dict[str, float]]:
+            s = self.state
+            budget = Budget(c.budget, c.steps).report(ledger, s.tokens, s.seconds, s.step)
+            ledger.write(run_dir / "ledger.json", budget=budget)
+            return budget
+
         def save(state: RunState) -> None:
             self.metrics.progress("checkpoint", 0, 1)
             values = {
@@ -196,7 +211,7 @@ class Run:
                 **worker.position(),
             }
             checkpoint.save(run_dir / "checkpoints", learner.accelerator, values, parts, c.checkpoint.keep)
-            ledger.write(run_dir / "ledger.json")
+            write_ledger()
             self.metrics.progress("checkpoint", 1, 1)
 
         self._describe(decoder, kernels, shape, parameters, first)
@@ -221,9 +236,8 @@ class Run:
         save(self.state)
         if reason != "interrupted":
             evaluate(self.state.step)
-        ledger.write(run_dir / "ledger.json")
         status = "interrupted" if reason == "interrupted" else "done"
-        return TrainResult(status, reason, self.state.step, run_dir, last)
+        return TrainResult(status, reason, self.state.step, run_dir, last, write_ledger())
 
     def _make_task(self, tokenizer: PreTrainedTokenizerBase) -> Task:
         task = Task(self.trainer.rows, self.config, tokenizer, self.trainer.prompt_room)

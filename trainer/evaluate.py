@@ -70,8 +70,11 @@ class Evaluator:
         answers = {completion.request_id: completion for completion in self.engine.probe(requests)}
         completions = [answers[request.id] for request in requests]
         pairs = zip(prompts, completions, strict=True)
-        flops = sum(formulas.rollout(self.shape, len(prompt.ids), [len(done.ids)]) for prompt, done in pairs)
+        flops = sum(
+            formulas.rollout(self.shape, len(prompt.ids), [len(done.ids)], done.prefills) for prompt, done in pairs
+        )
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
         texts = [self.decode(completion.ids) for completion in completions]
         scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total
+        self.ledger.apart("evaluation", self.scorer.take_flops())
         return [score for score in scores if score is not None]

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from trtl_rl.config_parts import OptimizerConfig
 from trtl_rl.flops import formulas
+from trtl_rl.flops.precision import Fp8Products
+from trtl_rl.kernels.autograd import head_is_recomputed
+from trtl_rl.kernels.spec import ROW_TILE, TOKEN_TILE
 from trtl_rl.losses.loss import Loss, LossInputs, advantages, finish_metrics
 from trtl_rl.metrics import Accumulator
 from trtl_rl.model.bind import TrainableDecoder
@@ -28,12 +31,28 @@ class Update:
 
     Attributes:
         stepped: False when no group carried signal or the gradient was not finite: the weights did not move.
-        flops: Of forward and backward passes that ran.
+        flops: Of forward and backward passes that ran, with what backward computes again.
+        recomputed: Of ``flops``, what backward computes again.
+        fp8: Of ``flops``, the products of two FP8 operands.
+        padding: FLOPs of the rows that fill up tiles, not in ``flops``.
+        tokens: Answer tokens that were trained on.
     """
 
     metrics: dict[str, float]
     stepped: bool
     flops: int
+    recomputed: int = 0
+    fp8: int = 0
+    padding: int = 0
+    tokens: int = 0
+
+    def count(self, other: Update) -> None:
+        """Add another's FLOPs and tokens to one's own."""
+        self.flops += other.flops
+        self.recomputed += other.recomputed
+        self.fp8 += other.fp8
+        self.padding += other.padding
+        self.tokens += other.tokens
 
 
 class Learner:
@@ -42,7 +61,10 @@ class Learner:
     Args:
         decoder: The bound model; its masters are trained.
         temperature: Of the rollouts: logprobs are of ``logits / temperature``.
-        steps: Length of the learning-rate schedule.
+        steps: Length of the learning-rate schedule, in optimizer steps.
+
+    Attributes:
+        spent: Share of the run's budget that is used: the schedule ends with the budget if that ends before its steps.
     """
 
     def __init__(
@@ -58,6 +80,7 @@ class Learner:
         # No mixed precision: autocast would round after the quantiser.
         self.accelerator = Accelerator(mixed_precision="no", cpu=decoder.weights.device.type == "cpu")
         self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
+        self.fp8 = Fp8Products.of(decoder.description.coverage, frozen=bool(decoder.description.adapters))
         decoder.gradient_checkpointing = config.gradient_checkpointing
         self.temperature = temperature
         parameters = [p for p in decoder.model.parameters() if p.requires_grad]
@@ -69,11 +92,14 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, steps))
+        self.spent = 0.0
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(config, step, steps, self.spent)
+        )
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(decoder.model, optimizer, schedule)
 
     def configure_optimizer(self, step: int) -> None:
-        """After a checkpoint was loaded: the configuration's values, not those that the checkpoint was trained with."""
+        """The configuration's values at ``step`` optimizer steps, not those that a checkpoint was trained with."""
         schedule = self.schedule.scheduler
         schedule.base_lrs = [self.config.lr for _ in schedule.base_lrs]
         for group in self.optimizer.param_groups:
@@ -89,27 +115,32 @@ class Learner:
         metrics = Accumulator()
         useful = [group for group in groups if group.has_signal()]
         metrics.add("frac_reward_zero_std", len(groups) - len(useful), count=len(groups))
-        flops = 0
+        spent = Update({}, False, 0)
         for part in micro_batches(useful, self.config.micro_batch_tokens):
             loss = self._loss(part, len(groups), metrics)
             self.accelerator.backward(loss)
-            flops += sum(
-                formulas.learning(
-                    self.shape,
-                    len(group.prompt.ids),
-                    len(completion.ids),
-                    recompute=self.config.gradient_checkpointing,
-                )
-                for group in part
-                for completion, _ in group.scored()
-            )
+            spent.count(self._spent(part))
         stepped = self._step(metrics) if useful else False
         self.schedule.step()
         for group in groups:
             for completion, _ in group.scored():
                 metrics.add("off_policy/mean", version - completion.version_first)
                 metrics.add("off_policy/max", version - completion.version_first, how="max")
-        return Update(finish_metrics(metrics.reduce()), stepped, flops)
+        spent.metrics, spent.stepped = finish_metrics(metrics.reduce()), stepped
+        return spent
+
+    def train(self, groups: Sequence[Group], version: int, updates: int) -> Update:
+        """``updates`` optimizer steps on the same groups, each through operands quantised from the masters as they are then.
+
+        Returns:
+            Metrics of the first one, which saw the weights that a batch was taken at, and what all of them have spent.
+        """
+        first = self.update(groups, version)
+        for _ in range(updates - 1):
+            if first.stepped:
+                self.decoder.refresh(version)
+            first.count(self.update(groups, version))
+        return first
 
     @torch.no_grad()
     def logprobs(
@@ -151,6 +182,25 @@ class Learner:
         metrics.add("entropy", float(entropy.sum()), count=entropy.numel())
         return out.loss
 
+    def _spent(self, groups: Sequence[Group]) -> Update:
+        """FLOPs and tokens of one forward and backward over ``groups``."""
+        pairs = [(len(group.prompt.ids), len(done.ids)) for group in groups for done, _ in group.scored()]
+        positions, tokens = sum(p + a - 1 for p, a in pairs), sum(a for _, a in pairs)
+        rows = -(-tokens // ROW_TILE) * ROW_TILE
+        again = head_is_recomputed(rows, self.shape.vocab)
+        checkpointing = self.config.gradient_checkpointing
+        recomputed = sum(
+            formulas.recompute(self.shape, p, a, checkpointing=checkpointing, head_again=again) for p, a in pairs
+        )
+        fp8 = self.fp8.forward_flops(positions, tokens) + self.fp8.backward_flops(positions, tokens)
+        fp8 += self.fp8.forward_flops(positions if checkpointing else 0, tokens if again else 0)
+        # Filling rows pass the linears as all others do, and attend to nothing.
+        passes = 3 + checkpointing
+        padding = passes * 2 * self.shape.linear_parameters * (-positions % TOKEN_TILE)
+        padding += (3 + again) * formulas.head(self.shape, rows - tokens)
+        flops = recomputed + sum(formulas.learning(self.shape, p, a) for p, a in pairs)
+        return Update({}, False, flops, recomputed, fp8, padding, tokens)
+
     def _step(self, metrics: Accumulator) -> bool:
         """Clip and step; a gradient that is not finite is reported and never reaches the weights."""
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
@@ -178,13 +228,14 @@ def micro_batches(groups: Sequence[Group], limit: int) -> Iterator[list[Group]]:
         yield part
 
 
-def learning_rate_factor(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Factor on the learning rate at ``step`` (0 is the first): linear warm-up, then the schedule down to 0 at ``steps``."""
+def learning_rate_factor(config: OptimizerConfig, step: int, steps: int, spent: float = 0.0) -> float:
+    """Factor on the learning rate at ``step`` (0 is the first): linear warm-up, then the schedule down to 0 at ``steps``, or
+    where the share ``spent`` of a budget reaches 1 before."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    progress = min(1.0, max(spent, (step - config.warmup_steps) / max(1, steps - config.warmup_steps)))
     if config.schedule == "wsd":
         return min(1.0, (1.0 - progress) / config.decay_fraction)
     return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

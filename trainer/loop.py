@@ -40,7 +40,7 @@ from trtl_rl.metrics import Accumulator, MetricsWriter
 from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import Sent, send
 from trtl_rl.rollout import Group
-from trtl_rl.trainer.learner import Learner
+from trtl_rl.trainer.learner import Learner, Update
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
 from trtl_rl.trainer.state import RunState
@@ -78,6 +78,7 @@ class Loop:
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
         self.save, self.evaluate = save, evaluate
         self.budget = Budget(config.budget, config.steps)
+        self._limited = any(vars(config.budget).values())
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
         self._busy = engine.busy_seconds
@@ -112,6 +113,7 @@ class Loop:
             every = self.config.evaluation.every
             if every and self.state.step % every == 0 and reason is None:
                 self.evaluate(self.state.step)
+                self._probed(self.buffer.counts()["in_flight"])
         return reason or "interrupted"
 
     def _ended(self) -> str | None:
@@ -148,9 +150,15 @@ class Loop:
         version = s.step + 1
         out = Accumulator()
         taken = time.perf_counter()
-        update = self.learner.update(groups, s.step)
+        self._remember_sent()
+        if self._limited:
+            self.learner.spent = self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)
+            self.learner.configure_optimizer(s.step * self.config.batch.updates)
+        size = self.config.batch.train_group_size
+        chosen = groups if size is None else [group.most_varied(size) for group in groups]
+        update = self.learner.train(chosen, s.step, self.config.batch.updates)
         learned = time.perf_counter()
-        self.ledger.add("learning", update.flops, learned - taken)
+        self._count_learning(update, learned - taken)
         failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
         try:
             self._refit(version, out)
@@ -159,12 +167,13 @@ class Loop:
         s.step = version
         # Counted before the next rollouts may begin, so that the counts of a synchronous run repeat too.
         self._describe(groups, out)
-        out.update(self.ledger.step_metrics())
-        out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
-        tokens, rewarded = self.worker.counters.take()
         busy = self.engine.busy_seconds
         self.ledger.add("search", 0, max(0.0, busy - self._busy))
         self._busy = busy
+        out.update(self.ledger.step_metrics())
+        counts = self.buffer.counts()
+        out.update({f"buffer/{name}": count for name, count in counts.items()})
+        tokens, rewarded = self.worker.counters.take()
         s.tokens += tokens
         refitted = time.perf_counter()
         if failure is None:
@@ -173,6 +182,7 @@ class Loop:
                 self.parity.after_refit(version, self.metrics, out)
             except (EngineError, ParityError) as error:
                 failure = error
+            self._probed(counts["in_flight"])
         end = time.perf_counter()
         s.seconds += end - start
         s.step_seconds = [*s.step_seconds[-199:], end - start]
@@ -189,18 +199,37 @@ class Loop:
                 "timing_s/parity": end - refitted,
             }
         )
-        if any(vars(self.config.budget).values()):
+        if self._limited:
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
+            report = self.budget.report(self.ledger, s.tokens, s.seconds, s.step)
+            out.update({f"budget/left/{key.removeprefix('budget.')}": value["left"] for key, value in report.items()})
         self.metrics.step(s.step, out.reduce())
         if failure is not None:
             raise failure
         self._watch_signal(groups, update.stepped)
 
+    def _count_learning(self, update: Update, seconds: float) -> None:
+        self.ledger.add("learning", update.flops, seconds, fp8=update.fp8, recomputed=update.recomputed)
+        self.ledger.count_tokens(trained=update.tokens)
+        self.ledger.apart("padding", update.padding)
+        if not update.stepped:  # the gradient was not finite
+            self.ledger.waste("failed", update.flops)
+
+    def _remember_sent(self) -> None:
+        """Before the first update: the engine began with the learner's first version."""
+        if self._sent is None:
+            decoder = self.learner.decoder
+            coverage = decoder.description.coverage.digest
+            self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
+
+    def _probed(self, in_flight: int) -> None:
+        """The engine's time for probes and evaluations is apart from search, where it did nothing else meanwhile."""
+        if not in_flight:
+            self._busy = self.engine.busy_seconds
+
     def _refit(self, version: int, out: Accumulator) -> None:
         decoder = self.learner.decoder
         coverage = decoder.description.coverage.digest
-        if self._sent is None:  # the engine began with the learner's first version
-            self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
         start = time.perf_counter()
         tensors = decoder.refresh(version)
         quantised = time.perf_counter()

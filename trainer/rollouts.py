@@ -15,6 +15,7 @@ from trtl_rl.errors import RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.precision import Fp8Products
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
@@ -48,6 +49,7 @@ class RolloutWorker:
         start: Index of the first prompt in the task's order; a resumed run goes on where it stopped.
         again: Indices that an interrupted run had started but not trained on: they come first.
         needs_logprobs: Whether the objective wants behaviour logprobs.
+        fp8: Which products of the engine are in FP8, for the ledger.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class RolloutWorker:
         start: int = 0,
         again: Iterable[int] = (),
         needs_logprobs: bool = False,
+        fp8: Fp8Products | None = None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling = shape, decode, sampling
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
+        self.fp8 = fp8 or Fp8Products()
         self.counters = Counters()
         self.next_index = start
         self._again = deque(again)
@@ -169,7 +173,7 @@ class RolloutWorker:
             [completion.ids for group in groups for completion in group.completions],
         )
         seconds = time.perf_counter() - start
-        self.ledger.add("feedback", 0, seconds)
+        self.ledger.add("feedback", self.rewards.take_flops(), seconds)
         with self.counters.lock:
             self.counters.reward_seconds += seconds
         at = 0
@@ -185,6 +189,9 @@ class RolloutWorker:
                 self._check_discards(group)
             else:
                 self._discards = 0
+                lost = [c for c, reward in zip(group.completions, group.rewards, strict=True) if reward is None]
+                answers = [len(completion.ids) for completion in lost]
+                self.ledger.waste("failed", formulas.rollout(self.shape, len(group.prompt.ids), answers, []))
                 self.buffer.complete(group)
 
     def _check_discards(self, group: Group) -> None:
@@ -197,14 +204,18 @@ class RolloutWorker:
             )
 
     def _charge(self, group: Group) -> None:
-        self.ledger.add("search", self.search_flops(group))
+        drawn = sum(len(completion.ids) for completion in group.completions)
+        positions = drawn + sum(sum(completion.prefills) for completion in group.completions)
+        self.ledger.add("search", self.search_flops(group), fp8=self.fp8.forward_flops(positions, drawn))
+        self.ledger.count_tokens(generated=drawn)
         with self.counters.lock:
-            self.counters.tokens += sum(len(completion.ids) for completion in group.completions)
+            self.counters.tokens += drawn
 
     def search_flops(self, group: Group) -> int:
-        """FLOPs of generating a group: its prompt once, then every token."""
+        """FLOPs of generating a group: what was computed of its prompt, then every token."""
         answers = (len(completion.ids) for completion in group.completions)
-        return formulas.rollout(self.shape, len(group.prompt.ids), answers)
+        prefills = [tokens for completion in group.completions for tokens in completion.prefills]
+        return formulas.rollout(self.shape, len(group.prompt.ids), answers, prefills)
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

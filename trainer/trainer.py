@@ -42,6 +42,7 @@ class TrainResult:
         status: ``done``, or ``interrupted`` (saved, can be resumed).
         reason: The limit that was reached: ``steps``, ``budget.flops`` and so on.
         evaluation: Metrics of the last evaluation, if there was one.
+        budget: Of each limit its ``limit``, and what is ``used`` and ``left`` of it.
     """
 
     status: str
@@ -49,6 +50,7 @@ class TrainResult:
     step: int
     run_dir: Path
     evaluation: dict[str, float]
+    budget: dict[str, dict[str, float]]
 
 
 class Trainer:
@@ -303,6 +305,9 @@ def _check_fault(config: RunConfig) -> None:
 def _closing_text(trainer: Trainer, result: TrainResult) -> str:
     """What a person does next."""
     where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, logs/."
+    if len(result.budget) > 1:  # more than the number of steps was limited
+        left = ", ".join(f"{key} {part['left']:.4g} of {part['limit']:.4g}" for key, part in result.budget.items())
+        where = f"Left of the budget: {left}. {where}"
     if result.status == "interrupted":
         again = trainer._resume_by.format(run_dir=trainer.run_dir)
         return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"

@@ -104,6 +104,20 @@ class BatchConfig(Part):
 
     prompts: Count = Field(32, description="Groups in one update.")
     group_size: Annotated[int, Field(ge=2)] = Field(8, description="Completions of a prompt.")
+    train_group_size: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="Completions of a prompt that are trained on: those whose rewards vary most. Default: all of them.",
+    )
+    updates: Count = Field(1, description="Optimizer steps on each batch, every one over the whole of it.")
+
+    @model_validator(mode="after")
+    def _trains_on_what_it_generates(self) -> BatchConfig:
+        if self.train_group_size is not None and self.train_group_size > self.group_size:
+            raise ValueError(
+                f"batch.train_group_size={self.train_group_size} is more than the batch.group_size={self.group_size} completions "
+                "that are generated"
+            )
+        return self
 
 
 class OptimizerConfig(Part):
@@ -176,9 +190,9 @@ class CheckpointConfig(Part):
 class BudgetConfig(Part):
     """The run ends at the first limit that it reaches; ``steps`` is one of them."""
 
-    flops: Positive | None = None
+    flops: Positive | None = Field(None, description="Of search, learning and feedback together.")
     tokens: Count | None = Field(None, description="Generated tokens.")
-    seconds: Positive | None = None
+    seconds: Positive | None = Field(None, description="Of steps, without starting, evaluations and checkpoints.")
 
 
 class ParityConfig(Part):

@@ -191,6 +191,11 @@ class _HeadLogprob(torch.autograd.Function):
         return dx, None, None, None, dnorm, dhead
 
 
+def head_is_recomputed(rows: int, vocab: int) -> bool:
+    """Whether :func:`head_logprob` of so many rows keeps no logits, so that backward computes them again."""
+    return len(_chunks(rows, vocab)) > 1
+
+
 def _chunks(rows: int, vocab: int) -> list[slice]:
     """Slices of whole groups of 128 rows with at most about 2**24 logits."""
     step = max(128, 2**24 // vocab // 128 * 128)

@@ -37,7 +37,8 @@ class Reward:
         name: Of the metric ``rewards/{name}/mean``; unique in a run.
         function: Called with keyword lists, one item per completion: ``prompts`` and ``completions`` (text),
             ``completion_ids``, and every column of the data; of these it gets what it has parameters for.
-            It returns, or as ``async def`` awaits, one number or ``None`` for each completion.
+            It returns, or as ``async def`` awaits, one number or ``None`` for each completion. A reward model has a method
+            ``take_flops() -> int`` beside: what it has spent since that was last called; the ledger counts it as feedback.
         weight: Factor in the total.
     """
 
@@ -148,6 +149,11 @@ class RewardRunner:
             total.append(math.fsum(known) if len(known) == len(parts) else None)
         return ScoredBatch(total, components)
 
+    def take_flops(self) -> int:
+        """FLOPs that the functions have spent since the last call: of those that have a method ``take_flops() -> int``."""
+        takes = (getattr(_unbound(reward.function), "take_flops", None) for reward in self.rewards)
+        return sum(int(take()) for take in takes if take is not None)
+
     def close(self) -> None:
         """Stop the event loop. Safe to call twice."""
         if self._loop is not None and self._thread is not None:
@@ -163,6 +169,11 @@ class RewardRunner:
             return await reward.function(**arguments)
         except Exception as error:
             raise _failure(reward, prompts, error) from error
+
+
+def _unbound(function: RewardFunction) -> RewardFunction:
+    """A function without the arguments that a configuration gave it."""
+    return function.func if isinstance(function, functools.partial) else function
 
 
 def _arguments(
