@@ -122,7 +122,7 @@ class Run:
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
             device=this_device(c.device),
             reward_system=", ".join(reward.name for reward in self.trainer.rewards),
-            evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
+            evaluation_target=", ".join(c.evaluation.scorers) if c.evaluation.prompts else "none",
         )
         # accelerate comes with these; the engine's process is starting meanwhile.
         from trtl_rl.trainer.learner import Learner
@@ -176,7 +176,6 @@ class Run:
             fp8=Fp8Products.of(decoder.description.coverage),
         )
         evaluator = Evaluator(
-            c.evaluation.scorer,
             self._scorer,
             task.held_out_prompts(c.evaluation.prompts),
             engine,

@@ -21,12 +21,11 @@ class Evaluator:
     FLOPs are counted apart from the three roles.
 
     Args:
-        name: What is measured, for metric names: ``eval/<name>`` (sampled) and ``eval/greedy_<name>``.
+        scorer: The targets; each has the metrics ``eval/<name>`` (sampled) and ``eval/greedy_<name>``.
     """
 
     def __init__(
         self,
-        name: str,
         scorer: RewardRunner,
         prompts: list[Prompt],
         engine: RolloutEngine,
@@ -37,7 +36,7 @@ class Evaluator:
         sampling: Sampling,
         seed: int,
     ) -> None:
-        self.name, self.scorer, self.prompts = name, scorer, prompts
+        self.scorer, self.prompts = scorer, prompts
         self.engine, self.ledger, self.shape, self.decode = engine, ledger, shape, decode
         self.sampling, self.seed = sampling, seed
         self._asked = 10**9  # ids of its requests, apart from those of parity probes
@@ -51,17 +50,17 @@ class Evaluator:
         greedy = Sampling(self.sampling.temperature, self.sampling.max_new_tokens, greedy=True)
         out: dict[str, float] = {}
         total = 2 * len(self.prompts)
-        for i, (name, sampling) in enumerate([(self.name, self.sampling), (f"greedy_{self.name}", greedy)]):
-            known: list[float] = []
+        for i, (prefix, sampling) in enumerate([("", self.sampling), ("greedy_", greedy)]):
+            known: dict[str, list[float]] = {reward.name: [] for reward in self.scorer.rewards}
             for start in range(0, len(self.prompts), _CHUNK):
                 progress(i * len(self.prompts) + start, total)
-                known += self._score(self.prompts[start : start + _CHUNK], sampling)
-            if known:
-                out[f"eval/{name}"] = sum(known) / len(known)
+                for name, scores in self._score(self.prompts[start : start + _CHUNK], sampling).items():
+                    known[name] += [score for score in scores if score is not None]
+            out.update({f"eval/{prefix}{name}": sum(scores) / len(scores) for name, scores in known.items() if scores})
         progress(total, total)
         return out
 
-    def _score(self, prompts: list[Prompt], sampling: Sampling) -> list[float]:
+    def _score(self, prompts: list[Prompt], sampling: Sampling) -> dict[str, list[float | None]]:
         start = time.perf_counter()
         requests = []
         for prompt in prompts:
@@ -75,6 +74,6 @@ class Evaluator:
         )
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
         texts = [self.decode(completion.ids) for completion in completions]
-        scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).total
+        scores = self.scorer.score(prompts, texts, [completion.ids for completion in completions]).components
         self.ledger.apart("evaluation", self.scorer.take_flops())
-        return [score for score in scores if score is not None]
+        return scores

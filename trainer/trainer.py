@@ -186,7 +186,7 @@ class Trainer:
 
     def _check_evaluation(self) -> None:
         c = self.config
-        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer)])
+        self._scorer = load_rewards([RewardConfig(name=name) for name in c.evaluation.scorers])
         if c.evaluation.prompts:
             check_columns(self._scorer, self.rows.columns)
         if c.evaluation.every and not c.evaluation.prompts:

@@ -223,6 +223,12 @@ class EvaluationConfig(Part):
 
     every: Annotated[int, Field(ge=0)] = Field(0, description="Updates between evaluations; 0: start and end only.")
     prompts: Annotated[int, Field(ge=0)] = Field(0, description="Held-out prompts to evaluate on; 0: none.")
-    scorer: str = Field(
-        "exact_match", description="The evaluation target: a reward function, but never the reward itself."
+    scorer: str | list[str] = Field(
+        "exact_match",
+        description="The evaluation target: a reward function, but never the reward itself. A list: several targets.",
     )
+
+    @property
+    def scorers(self) -> list[str]:
+        """``scorer`` as a list."""
+        return [self.scorer] if isinstance(self.scorer, str) else self.scorer
