@@ -52,7 +52,8 @@ class Fit:
 
     def at(self, rho: Array) -> Array:
         """The fitted score [n] at ``rho`` [n]."""
-        return np.stack(_TERMS[self.model](rho), -1) @ np.array(self.coefficients)
+        fitted: Array = np.stack(_TERMS[self.model](rho), -1) @ np.array(self.coefficients)
+        return fitted
 
 
 @dataclass(frozen=True)
