@@ -46,7 +46,7 @@ def synthetic(trials: int, cells: int) -> list[dict[str, Any]]:
             right = "high-update" if optimum > middle else "low-update"
             spans = [r.interval for r in found if r.interval is not None]
             row["right"] = sum(r.regime == right for r in found) / trials
-            row["wrong"] = 1 - row["right"] - row["undecided"]
+            row["wrong"] = sum(r.regime not in (right, "undecided") for r in found) / trials
             row["interval_holds_optimum"] = sum(a <= optimum <= b for a, b in spans) / max(1, len(spans))
         out.append(row)
     return out

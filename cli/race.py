@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 import threading
@@ -45,6 +46,8 @@ class RaceOptions:
 
 def race(settings: list[str], options: RaceOptions, resume: Path | None) -> int:
     """Plan or take up a race, run it, show it. Returns the exit code."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("A RACE ends with a picture, and matplotlib is missing: pip install 'trtl-rl[report]'")
     if resume is None:
         grid = _planned(configuration(settings, None), options)
     elif settings or options.rewards or options.axes:

@@ -196,11 +196,17 @@ def _p_value(designs: dict[str, Array], y: Array, rng: np.random.Generator) -> f
 
 
 def _bootstrap(fit: Fit, design: Array, x: Array, y: Array, grid: Array, rng: np.random.Generator) -> Array:
-    """The model over ``grid``, refitted to resampled residuals, which are enlarged for the leverage of their cell [s, grid]."""
+    """The model over ``grid``, refitted to resampled residuals [s, grid].
+
+    They are enlarged for the leverage of their cell, and each resample by a factor that makes up for a spread estimated from so
+    few of them: as Student's t is wider than the normal distribution.
+    """
     fitted = fit.at(x)
     free = np.clip(1 - np.diag(design @ np.linalg.pinv(design)), 1e-6, None)
     residuals = (y - fitted) / np.sqrt(free)
     drawn = rng.choice(residuals - residuals.mean(), (RESAMPLES, len(y)))
+    freedom = max(len(y) - design.shape[1], 1)
+    drawn = drawn * np.sqrt(freedom / rng.chisquare(freedom, (RESAMPLES, 1)))
     coefficients = (fitted + drawn) @ np.linalg.pinv(design).T
     curves: Array = coefficients @ np.stack(_TERMS[fit.model](grid), -1).T
     return curves
