@@ -78,15 +78,17 @@ def show(grid: Race, outcomes: dict[str, Outcome], console: Console) -> None:
     draw(responses, grid.directory / "race.png", f"RACE at {quantity(grid.budget, 'FLOP')} a cell")
     found = {label: {name: r.to_json() for name, r in targets.items()} for label, targets in responses.items()}
     grid.save(outcomes={name: vars(outcome) for name, outcome in outcomes.items()}, responses=found)
-    console.print()
-    console.print(_outcome_table(grid, outcomes))
+    for table in (_split_table(grid, outcomes), _score_table(grid, outcomes)):
+        console.print()
+        console.print(table)
     for label, targets in responses.items():
         for target, response in targets.items():
             console.print()
             for line in curve(response, f"{label}: {target}", min(console.width - 1, 76), console.options.ascii_only):
                 console.print(line, no_wrap=True)
-    console.print()
-    console.print(_regime_table(responses))
+    for table in (_regime_table(responses), _error_table(responses)):
+        console.print()
+        console.print(table)
     differ = disagreements(responses)
     console.print()
     for line in differ:
@@ -212,9 +214,9 @@ class _Follower:
                     self._progress(name, min(100, round(100 * share)), 100)
 
 
-def _outcome_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
-    targets = list(dict.fromkeys(name for outcome in outcomes.values() for name in outcome.scores))
-    table = _table("cell", "steps", "FLOPs", "search", "learning", "feedback", "rho", "updates/rollout", *targets)
+def _split_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
+    """What each cell spent."""
+    table = _table("cell", "steps", "FLOPs", "search", "learning", "feedback", "rho", "updates")
     for cell in grid.cells:
         outcome = outcomes[cell.name]
         total = sum(outcome.flops.values())
@@ -225,21 +227,40 @@ def _outcome_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
             *(percent(outcome.flops[role] / total) for role in ("search", "learning", "feedback")),
             number(outcome.update_fraction, 2),
             number(outcome.updates_per_rollout, 2),
-            *(number(outcome.scores.get(name), 2) for name in targets),
         )
+    table.caption = "updates: trained over generated tokens"
+    return table
+
+
+def _score_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
+    """What each cell reached."""
+    targets = list(dict.fromkeys(name for outcome in outcomes.values() for name in outcome.scores))
+    table = _table("cell", "rho", *targets)
+    for cell in grid.cells:
+        outcome = outcomes[cell.name]
+        scores = (number(outcome.scores.get(name), 3) for name in targets)
+        table.add_row(clean(cell.name), number(outcome.update_fraction, 2), *scores)
     return table
 
 
 def _regime_table(responses: dict[str, dict[str, Response]]) -> Table:
-    table = _table("rewards: target", "regime", "best rho", "95%", "p", *(f"LOO {name}" for name in MODELS))
+    table = _table("rewards: target", "regime", "best rho", "95%", "p")
     for label, targets in responses.items():
         for target, r in targets.items():
             interval = "-" if r.interval is None else "–".join(number(end, 2) for end in r.interval)
-            errors = [number(r.fits[name].loo, 3) + ("*" if name == r.best else "") for name in MODELS]
-            table.add_row(
-                clean(f"{label}: {target}"), r.regime, number(r.optimum, 2), interval, number(r.p_value, 2), *errors
-            )
-    table.caption = "LOO: leave-one-out error; *: the best of the four. p: how often shuffled scores look as good."
+            table.add_row(clean(f"{label}: {target}"), r.regime, number(r.optimum, 2), interval, number(r.p_value, 2))
+    table.caption = "p: how often shuffled scores look as good"
+    return table
+
+
+def _error_table(responses: dict[str, dict[str, Response]]) -> Table:
+    """Leave-one-out errors of the four fits."""
+    table = _table("error at a left-out cell", *(name.replace("_", "-") for name in MODELS))
+    for label, targets in responses.items():
+        for target, r in targets.items():
+            errors = (f"{r.fits[name].loo:.2g}" + ("*" if name == r.best else "") for name in MODELS)
+            table.add_row(clean(f"{label}: {target}"), *errors)
+    table.caption = "*: the least of the four"
     return table
 
 

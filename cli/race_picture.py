@@ -38,6 +38,7 @@ def draw(responses: Mapping[str, Mapping[str, Response]], path: Path, title: str
             axis.grid(alpha=0.3)
             axis.tick_params(labelsize=8)
             axis.set_xlabel("update fraction ρ = learning / total", fontsize=8)
-    figure.suptitle(f"{title}\n{CAUTION}", fontsize=8)
+    legend = "Green: 95% interval of the best ρ. Dashed: a fit that may be noise."
+    figure.suptitle(f"{title}. {legend}\n{CAUTION}", fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
