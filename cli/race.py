@@ -84,8 +84,8 @@ def show(grid: Race, outcomes: dict[str, Outcome], console: Console) -> None:
     for label, targets in responses.items():
         for target, response in targets.items():
             console.print()
-            for line in curve(response, f"{label}: {target}", min(console.width - 1, 76), console.options.ascii_only):
-                console.print(line, no_wrap=True)
+            for drawn in curve(response, f"{label}: {target}", min(console.width - 1, 76), console.options.ascii_only):
+                console.print(drawn, no_wrap=True)
     for table in (_regime_table(responses), _error_table(responses)):
         console.print()
         console.print(table)
@@ -223,12 +223,15 @@ def _split_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
         table.add_row(
             clean(cell.name),
             str(outcome.steps),
-            quantity(total),
+            quantity(total) + ("!" if outcome.early else ""),
             *(percent(outcome.flops[role] / total) for role in ("search", "learning", "feedback")),
             number(outcome.update_fraction, 2),
             number(outcome.updates_per_rollout, 2),
         )
-    table.caption = "updates: trained over generated tokens"
+    early = any(outcome.early for outcome in outcomes.values())
+    table.caption = "updates: trained over generated tokens" + (
+        ". !: ended before its budget, for want of signal or steps: not at equal FLOPs" if early else ""
+    )
     return table
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from demo import small
+from metric_rows import write
 from run_files import rows_of
 
 from trtl_rl.cli.race import RaceOptions
@@ -206,6 +207,26 @@ def test_the_recommendation_is_the_best_cell_s_though_nothing_was_shown(tmp_path
         assert "not a guarantee" in text and ("undecided" in text) == (updates == 1)
 
 
+def test_a_cell_that_ended_early_passes_for_one_of_equal_flops(tmp_path: Path) -> None:
+    cells = [Cell("c", 0, {}, 1, Split(1, 1))]
+    race = Race(tmp_path, {}, 100, ["exact_match"], ["rule"], Lengths(1, 1), cells)
+    run = race.run_dir(cells[0])
+    assert race.outcome(cells[0]) is None
+    write(run, [
+        *({"kind": "step", "step": i, "metrics": {"reward": i / 20}} for i in range(1, 21)),
+        {"kind": "evaluation", "step": 20, "metrics": {"eval/exact_match": 0.7}},
+    ])  # fmt: skip
+    for total, early in ((99, True), (100, False)):
+        flops = {"search": 30, "learning": 60, "feedback": total - 90}
+        ledger = {"flops": {**flops, "total": total}, "update_fraction": 60 / total, "updates_per_rollout": 1.0}
+        (run / "ledger.json").write_text(json.dumps(ledger))
+        if early:
+            assert race.outcome(cells[0]) is None  # it has not ended
+            write(run, [{"kind": "end", "status": "done", "step": 20, "text": ""}])
+        scores = {NATIVE: pytest.approx((19 + 20) / 40), "exact_match": 0.7}
+        assert race.outcome(cells[0]) == Outcome(20, flops, 60 / total, 1.0, scores, early)
+
+
 # --- its knobs ---
 
 
@@ -261,7 +282,8 @@ def test_updates_on_a_batch_are_not_counted_or_break_parity(tmp_path: Path) -> N
 
 
 def race_settings(tmp_path: Path) -> list[str]:
-    keys = small(tmp_path / "race", task={"held_out": 32}, evaluation={"prompts": 8}).model_dump(mode="json")
+    parts = {"task": {"held_out": 32}, "evaluation": {"prompts": 8}, "optimizer": {"lr": 1e-6}, "parity": {"every": 0}}
+    keys = small(tmp_path / "race", **parts).model_dump(mode="json")
     file = tmp_path / "race.yaml"
     file.write_text(yaml.safe_dump(keys))
     return [str(file)]
@@ -269,13 +291,11 @@ def race_settings(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_race_does_not_go_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = RaceOptions(budget=1.5e10, cells=4, answer_tokens=19)
+    options = RaceOptions(budget=6e9, cells=4, answer_tokens=19)
     with pytest.raises(UserError, match="--yes"):
         race_command(race_settings(tmp_path), options, None)
     assert not (tmp_path / "race").exists()
-    race = Race.plan(
-        tmp_path / "race", load_config(race_settings(tmp_path)[0]), budget=1.5e10, count=4, answer_tokens=19
-    )
+    race = Race.plan(tmp_path / "race", load_config(race_settings(tmp_path)[0]), budget=6e9, count=4, answer_tokens=19)
     race.save()
 
     def interrupt() -> None:
@@ -297,8 +317,9 @@ def test_a_race_does_not_go_on_where_it_was_stopped(tmp_path: Path, capsys: pyte
     found = json.loads((race.directory / "race.json").read_text())
     for cell in race.cells:
         total = sum(found["outcomes"][cell.name]["flops"].values())
-        assert 1.5e10 <= total < 1.5e10 + 2 * cell.split.total, "a cell ends at the first step over its budget"
+        assert 6e9 <= total < 6e9 + 2 * cell.split.total, "a cell ends at the first step over its budget"
         assert cell.name in shown
     assert set(found["responses"]["exact_match"]) == {NATIVE, "exact_match", "greedy_exact_match"}
+    assert not any(outcome["early"] for outcome in found["outcomes"].values()) and "before its budget" not in shown
     assert "not a guarantee" in shown and (race.directory / "race.png").stat().st_size > 10_000
     validate_config(yaml.safe_load((race.directory / "recommended-exact_match.yaml").read_text()))

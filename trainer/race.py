@@ -59,6 +59,7 @@ class Outcome:
         flops: By role.
         scores: By target: the native reward (mean of the last tenth of the steps), and every evaluation metric at the end.
         updates_per_rollout: Trained over generated tokens.
+        early: Whether it ended before its budget, for want of signal or steps: then it is not at equal FLOPs.
     """
 
     steps: int
@@ -66,6 +67,7 @@ class Outcome:
     update_fraction: float
     updates_per_rollout: float
     scores: dict[str, float]
+    early: bool = False
 
 
 class Race:
@@ -215,6 +217,7 @@ class Race:
             update_fraction=ledger["update_fraction"],
             updates_per_rollout=ledger["updates_per_rollout"],
             scores={NATIVE: sum(last) / len(last), **targets},
+            early=ledger["flops"]["total"] < self.budget,
         )
 
     def run(self, begun: Callable[[Cell], None], ended: Callable[[Cell, Outcome], None]) -> bool:
