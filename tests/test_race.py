@@ -259,13 +259,29 @@ def test_a_smaller_group_than_its_trained_part_is_accepted() -> None:
         validate_config({"batch": {"train_group_size": 9}})
 
 
-def test_updates_on_a_batch_are_not_counted_or_break_parity(tmp_path: Path) -> None:
+class CountingReward:
+    """Rewards by the first token, and claims to have spent 10 FLOPs on each completion."""
+
+    spent = 0
+
+    def __call__(self, completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        self.spent += 10 * len(completion_ids)
+        return [float(ids[0] % 3) + len(ids) / 10 for ids in completion_ids]
+
+    def take_flops(self) -> int:
+        spent, self.spent = self.spent, 0
+        return spent
+
+
+def test_updates_on_a_batch_or_a_reward_s_flops_are_not_counted_or_break_parity(tmp_path: Path) -> None:
     keys = {"batch": {"prompts": 4, "group_size": 4, "train_group_size": 2, "updates": 3}, "budget": {"flops": 1e13}}
-    Trainer(args=small(tmp_path / "run", steps=2, optimizer={"lr": 1e-3, "schedule": "linear"}, **keys)).train()
+    config = small(tmp_path / "run", steps=2, optimizer={"lr": 1e-3, "schedule": "linear"}, **keys)
+    Trainer(reward_funcs=CountingReward(), args=config).train()
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     steps = [row["metrics"] for row in rows_of(tmp_path / "run", "step")]
     trained, generated = ledger["tokens"]["trained"], ledger["tokens"]["generated"]
     assert generated == steps[-1]["num_tokens"]
+    assert ledger["flops"]["feedback"] == 10 * 2 * 4 * 4 == sum(m["flops/feedback"] for m in steps)
     # two of four completions, three times, of the groups with a signal
     assert 0 < trained <= 3 * generated * 0.75 and trained % 3 == 0
     assert all(m["mismatch/differing_tokens"] == 0 for m in steps)
