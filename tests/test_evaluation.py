@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trtl_rl.config import validate_config
-from trtl_rl.config_parts import EvaluationConfig
+from trtl_rl.config_data import EvaluationConfig
 from trtl_rl.errors import RewardError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger

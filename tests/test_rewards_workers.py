@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trtl_rl.config import validate_config
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.rewards import process as process_module
 from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trtl_rl.config import RunConfig
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.disk import alone_in, replace_file
 from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.faulty import UNSEEN_WITHOUT_PROBES, Fault
@@ -44,6 +44,7 @@ class TrainResult:
         status: ``done``, or ``interrupted`` (saved, can be resumed).
         reason: The limit that was reached: ``steps``, ``budget.flops`` and so on.
         evaluation: Metrics of the last evaluation, if there was one.
+        budget: Of each limit its ``limit``, and what is ``used`` and ``left`` of it.
         nothing_to_do: Whether a resume found the run complete, and loaded nothing.
     """
 
@@ -52,6 +53,7 @@ class TrainResult:
     step: int
     run_dir: Path
     evaluation: dict[str, float]
+    budget: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     nothing_to_do: bool = False
 
 
@@ -212,7 +214,9 @@ class Trainer:
     def _check_evaluation(self) -> None:
         c = self.config
         self.evaluation_rows: Rows | None = None
-        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer, arguments=c.evaluation.arguments)])
+        self._scorer = load_rewards(
+            [RewardConfig(name=name, arguments=c.evaluation.arguments) for name in c.evaluation.scorers]
+        )
         if c.evaluation.prompts:
             if c.evaluation.own_data:
                 if c.data == GIVEN and c.evaluation.data is None:
@@ -335,6 +339,9 @@ def _closing_text(trainer: Trainer, result: TrainResult) -> str:
             f"With more steps or a larger budget it goes on: {again}"
             + (f" steps={2 * result.step}" if again.startswith("trtl-rl") and result.reason == "steps" else "")
         )
+    if len(result.budget) > 1:  # more than the number of steps was limited
+        left = ", ".join(f"{key} {part['left']:.4g} of {part['limit']:.4g}" for key, part in result.budget.items())
+        where = f"Left of the budget: {left}. {where}"
     if result.status == "interrupted":
         again = trainer._resume_by.format(run_dir=trainer.run_dir)
         return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"
