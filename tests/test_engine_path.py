@@ -27,7 +27,7 @@ from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model.source import find_model, weights_digest
 from trtl_rl.recipe import recipe as recipe_module
 from trtl_rl.recipe.recipe import Recipe
-from trtl_rl.trainer import parity_subject
+from trtl_rl.trainer import checkpoint, parity_subject
 from trtl_rl.trainer.parity_check import Parity, Worst
 from trtl_rl.trainer.parity_subject import Checked, Options, Subject
 
@@ -210,7 +210,8 @@ def test_a_difference_is_shown_with_its_place_and_ends_with_1(built: Path, monke
 def test_parity_of_a_run_is_checked_as_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "run" / "checkpoints" / "step-00000002"
     whole.mkdir(parents=True)
-    (whole / "state.json").write_text("{}")
+    (whole / "state.json").write_text(checkpoint._state_text({}))
+    (whole / "manifest.json").write_text('{"files": {}}')
     text = (Path(recipe_module.__file__).parent / "fp8_block.yaml").read_text()
 
     def subject(recipe: str, text: str, **keys: Any) -> Subject:

@@ -185,7 +185,7 @@ def test_a_model_whose_weights_are_not_finite_never_reaches_the_engine(
         raise AssertionError("the engine was told")
 
     monkeypatch.setattr("trtl_rl.engines.host.HostedEngine.configure", never)
-    monkeypatch.setattr("trtl_rl.trainer.assembly.send", never)
+    monkeypatch.setattr("trtl_rl.trainer.engine_start.send", never)
     model = changed_model(tmp_path, "model.layers.1.mlp.up_proj.weight", float("nan"))
     code, text = run(model, tmp_path / "run")
     assert code == 1 and text.startswith("trtl-rl: model.layers.1.mlp.up_proj.weight holds NaN or infinite values")

@@ -330,7 +330,7 @@ def test_generation_goes_on_while_a_group_is_scored() -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     time.sleep(0.1)
-    assert rollouts.position()["untrained"] == [0, 1, 2, 3] and rollouts.position()["untrained_flops"] > 0
+    assert rollouts.position().again == [0, 1, 2, 3]
     release.set()
     assert [group.index for group in buffer.take(30) or []] == [0]
     rollouts.stop()

@@ -223,7 +223,10 @@ def test_a_reward_that_fails_ends_the_run_with_its_name(
         trainer.train()
     (end,) = rows_of(trainer.run_dir, "end")
     assert end["status"] == "failed" and function.__name__ in end["text"]
-    assert not [thread for thread in threading.enumerate() if thread.name in ("rollouts", "engine-reader")]
+    until = time.monotonic() + 30
+    while [thread for thread in threading.enumerate() if thread.name in ("rollouts", "engine-reader")]:
+        assert time.monotonic() < until, "a thread of the run goes on"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

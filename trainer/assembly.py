@@ -92,6 +92,8 @@ class Run:
             if (ended := resume.nothing_to_do(c, saved, known)) is not None:
                 return TrainResult("done", ended, saved["step"], run_dir, {}, nothing_to_do=True)
 
+        if c.device == "cuda":
+            _check_cuda()
         place = find_place(c, self.trainer.directory)
         # The engine's process starts while this one loads tokenizer and model.
         engine = self._engine = make_engines(c, place, run_dir, self.metrics.message)
@@ -105,8 +107,6 @@ class Run:
             self.metrics.message("warning", "optimizer.lr=0: every step runs in full, and no weight moves.")
         import torch
 
-        if c.device == "cuda":
-            _check_cuda()
         torch.set_num_threads(c.threads)
         tokenizer = load_tokenizer(self.trainer.source.path)
         task = self._make_task(tokenizer)

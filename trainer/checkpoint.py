@@ -220,10 +220,12 @@ def _write(target: Path, accelerator: Accelerator, state: dict[str, Any], parts:
 
 def _point_to(target: Path) -> None:
     """Let ``latest`` lead to ``target``."""
-    link = target.with_name(f"{_LATEST}.partial")
+    link, latest = target.with_name(f"{_LATEST}.partial"), target.with_name(_LATEST)
     link.unlink(missing_ok=True)
     link.symlink_to(target.name)
-    os.replace(link, target.with_name(_LATEST))
+    if latest.is_dir() and not latest.is_symlink():  # the run was copied by something that follows links
+        shutil.rmtree(latest)
+    os.replace(link, latest)
     sync(target.parent)
 
 

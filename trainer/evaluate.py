@@ -97,7 +97,7 @@ class Evaluator:
         versions: list[int] = []
         n = self.config.samples
         total, done = (n + 1) * len(self.prompts), 0
-        for prefix, sampling, samples in (("", self.sampling, n), ("greedy_", greedy, 1)):
+        for sampling, samples in ((self.sampling, n), (greedy, 1)):
             found: dict[str, list[_Answered]] = {reward.name: [] for reward in self.scorer.rewards}
             for start in range(0, len(self.prompts), _CHUNK):
                 progress(done, total)
@@ -106,7 +106,8 @@ class Evaluator:
                     found[name] += [item for item in answered if item.scores]
                 done += len(chunk) * samples
             for name, answered in found.items():
-                out.update(self._figures(f"eval/{prefix}{name}", answered, samples, self.final_answers.get(name)))
+                metric = f"eval/greedy_{name}" if sampling.greedy else f"eval/{name}"
+                out.update(self._figures(metric, answered, samples, self.final_answers.get(name)))
         progress(total, total)
         return {**out, "eval/version_first": min(versions), "eval/version_last": max(versions)}
 

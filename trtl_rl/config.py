@@ -46,10 +46,15 @@ class RunConfig(Part):
     model: str = Field("demo", description="A directory, a hub name, or demo: the bundled model.")
     data: str = Field("demo", description="A JSON Lines, JSON, Parquet or CSV file, a hub name, or demo.")
     task: TaskConfig = Field(default_factory=TaskConfig)
-    rewards: list[RewardConfig] = Field(default_factory=lambda: [RewardConfig(name="exact_match")])
-    steps: Count = 100
+    rewards: list[RewardConfig] = Field(
+        default_factory=lambda: [RewardConfig(name="exact_match")],
+        description="Reward functions; their weighted sum counts.",
+    )
+    steps: Count = Field(100, description="Updates of the policy.")
     epochs: Positive | None = Field(None, description="Passes over the data that is trained on, instead of steps.")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Of the order of prompts and of all random streams."
+    )
     run_dir: str | None = Field(None, description="Where the run keeps its files; default: runs/ and the time.")
     recipe: str = Field("fp8_block", description="A recipe's name or file; none: no FP8.")
     device: Literal["cpu", "cuda"] = Field(

@@ -14,8 +14,8 @@ class MixtureConfig(Part):
 
     data: str = Field(description="As the run's data.")
     weight: Positive = Field(1.0, description="How often its rows are drawn, relative to the others.")
-    split: str = "train"
-    prompt_column: str = "prompt"
+    split: str = Field("train", description="As task.split.")
+    prompt_column: str = Field("prompt", description="As task.prompt_column.")
     columns: dict[str, str] = Field(default_factory=dict, description="As task.columns.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="As task.arguments.")
 
@@ -44,7 +44,9 @@ class TaskConfig(Part):
     template: str | None = Field(None, description="Text around the prompt: '{prompt}' stands for the column's text.")
     system: str | None = Field(None, description="System message, for models with a chat template.")
     chat: bool | None = Field(None, description="Apply the chat template; by default when the tokenizer has one.")
-    shuffle: bool = True
+    shuffle: bool = Field(
+        True, description="Draw rows in a random order, another one each epoch; false: as they stand."
+    )
     curriculum: str | None = Field(
         None,
         description="A column with numbers, or file.py:function that gives a row's difficulty: every epoch goes from easy to hard.",
@@ -81,8 +83,8 @@ class TaskConfig(Part):
 class RewardConfig(Part):
     """One reward function: a built-in's name, or ``file.py:function``, or ``package.module:function``."""
 
-    name: str
-    weight: float = 1.0
+    name: str = Field(description="A built-in reward, file.py:function, or package.module:function.")
+    weight: float = Field(1.0, description="Factor in the total reward.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments given to the function.")
     in_process: bool | None = Field(
         None,

@@ -96,7 +96,7 @@ class RayConfig(Part):
 class LossConfig(Part):
     """The objective. Keys that the chosen objective does not have are refused."""
 
-    name: Literal["asympo", "spo", "naive", "grpo", "dr_grpo"] = "asympo"
+    name: Literal["asympo", "spo", "naive", "grpo", "dr_grpo"] = Field("asympo", description="The objective.")
     floor: Annotated[float, Field(ge=0)] | None = Field(None, description="asympo: least S in the denominator.")
     alpha: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="spo: weight of negative answers.")
     p_low: Probability | None = Field(None, description="asympo: least probability of a negative answer's token.")
@@ -137,8 +137,10 @@ class LossConfig(Part):
 class SamplingConfig(Part):
     """Tokens are drawn from softmax(logits / temperature): truncating samplers would train on another distribution."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    max_new_tokens: Count = 32
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Divides the logits, in rollouts and in training."
+    )
+    max_new_tokens: Count = Field(32, description="Tokens after which an answer is cut off.")
 
     @field_validator("temperature")
     @classmethod
@@ -190,15 +192,15 @@ class OptimizerConfig(Part):
     lr: Annotated[float, Field(ge=0)] = Field(
         1e-6, description="Learning rate; 0 moves no weight, for endurance runs and measurements of the machine."
     )
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's averages of the gradient and of its square.")
+    eps: Positive = Field(1e-8, description="AdamW's addend in the denominator.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's decoupled weight decay.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant", description="After the warm-up. wsd: constant, then linear decay over the last decay_fraction."
     )
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = Field(0.3, description="wsd: share of the steps that decay.")
-    max_grad_norm: Positive = 1.0
+    max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this L2 norm.")
     micro_batch_tokens: Count = Field(16384, description="Tokens per forward and backward; a group is never cut.")
     gradient_checkpointing: bool = Field(
         False,
@@ -273,7 +275,7 @@ class ParityConfig(Part):
     every: Annotated[int, Field(ge=0)] = Field(
         10, description="Updates between probes, the first update always; 0: never."
     )
-    prompts: Count = 2
+    prompts: Count = Field(2, description="Prompts of a probe; each gets four answers.")
     warn: Annotated[float, Field(ge=0)] = Field(0.0, description="Warn when max |difference of logprobs| exceeds this.")
     stop: Annotated[float, Field(ge=0)] | None = Field(
         0.0,

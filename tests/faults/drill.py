@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def checkpoints(self) -> list[str]:
-        return checkpoints(self.run_dir)
+        return checkpoints(self.run_dir) if (self.run_dir / "checkpoints").exists() else []
 
     def assert_done(self, steps: int, batch: int = 2, left_out: Sequence[int] = ()) -> None:
         """All steps were done, and every group was trained on once but for those that were left out."""

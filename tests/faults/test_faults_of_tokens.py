@@ -23,7 +23,7 @@ def test_the_learner_gets_the_very_ids_that_the_engine_sent_padding_ids_included
     pad = 0  # of the bundled tokenizer; nothing may take it for the end of an answer
 
     def with_pads(engine: HostedEngine, timeout: float) -> list[Completion]:
-        done = [Completion(**{**vars(item), "ids": [pad, *item.ids, pad]}) for item in poll(engine, timeout)]
+        done = [Completion(**{**vars(item), "ids": [pad, *item.ids[1:]]}) for item in poll(engine, timeout)]
         for item in done:
             sent[tuple(item.ids)] = sent.get(tuple(item.ids), 0) + 1
         return done
