@@ -316,6 +316,13 @@ def test_a_prompt_that_begins_again_after_a_refit_or_is_cancelled_is_counted_onc
     engine.cancel([4])
     (cancelled,) = engine.poll(0)
     assert (cancelled.finish_reason, cancelled.prefills) == ("cancelled", [449])
+    engine.submit([ask(5, ids=long, new=4)])
+    engine.step()
+    decoder.refresh(2)
+    load(engine, decoder)
+    engine.cancel([5])  # it waits again
+    (cancelled,) = engine.poll(0)
+    assert (cancelled.ids, cancelled.prefills) == ([], [449])
 
 
 # --- precision and devices -------------------------------------------------------------------------------------------

@@ -21,9 +21,11 @@ from trtl_rl.cli.race import RaceOptions
 from trtl_rl.cli.race import race as race_command
 from trtl_rl.cli.race_curve import curve
 from trtl_rl.config import RunConfig, load_config, validate_config
+from trtl_rl.config_parts import LossConfig
 from trtl_rl.errors import UserError
-from trtl_rl.flops.formulas import ModelShape, learning, recompute, rollout
+from trtl_rl.flops.formulas import ModelShape, forward, learning, recompute, rollout
 from trtl_rl.flops.response import Response, fit_response
+from trtl_rl.rewards.loading import InWorker
 from trtl_rl.rewards.reward import Reward
 from trtl_rl.rollout import Completion, Group, Prompt
 from trtl_rl.trainer.learner import learning_rate_factor
@@ -114,6 +116,10 @@ def test_the_planned_split_forgets_updates_or_samples_that_are_not_trained_on() 
     c = config(batch={"prompts": 3, "group_size": 4, "train_group_size": 2, "updates": 5})
     split = predict(c, SHAPE, Lengths(3, 2), [])
     assert split.search == 3 * rollout(SHAPE, 3, [2] * 4)
+    old = predict(
+        c.model_copy(update={"loss": LossConfig(name="grpo", behaviour="recomputed")}), SHAPE, Lengths(3, 2), []
+    )
+    assert old.learning - split.learning == 3 * 2 * forward(SHAPE, 3, 2)  # once for all five updates
     assert split.learning == 3 * 5 * 2 * (learning(SHAPE, 3, 2) + recompute(SHAPE, 3, 2))
     assert split.feedback == 0 and split.update_fraction == split.learning / (split.search + split.learning)
 
@@ -133,6 +139,7 @@ def test_a_reward_model_is_planned_as_free() -> None:
     c = config(batch={"prompts": 3, "group_size": 4})
     assert predict(c, SHAPE, Lengths(3, 2), [Reward("fake", Fake())]).feedback is None
     assert predict(c, SHAPE, Lengths(3, 2), [Reward("fake", Telling())]).feedback == 12 * 302
+    assert predict(c, SHAPE, Lengths(3, 2), [Reward("fake", InWorker(Fake))]).feedback is None
 
 
 def test_axes_are_no_product_or_lose_their_types() -> None:
@@ -214,7 +221,9 @@ def test_a_cell_that_ended_early_passes_for_one_of_equal_flops(tmp_path: Path) -
     assert race.outcome(cells[0]) is None
     write(run, [
         *({"kind": "step", "step": i, "metrics": {"reward": i / 20}} for i in range(1, 21)),
-        {"kind": "evaluation", "step": 20, "metrics": {"eval/exact_match": 0.7}},
+        {"kind": "evaluation", "step": 20, "metrics": {
+            "eval/exact_match": 0.7, "eval/exact_match/ci_low": 0.6, "eval/exact_match/ci_high": 0.8, "eval/version_first": 20,
+        }},
     ])  # fmt: skip
     for total, early in ((99, True), (100, False)):
         flops = {"search": 30, "learning": 60, "feedback": total - 90}

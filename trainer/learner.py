@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from trtl_rl.flops.formulas import ModelShape
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Logprobs [tokens] of a micro-batch that all updates on it have in common; ``None`` where the objective needs none.
+
+    Attributes:
+        old: Of the weights before the first update.
+        reference: Of the model that the run began with.
+    """
+
+    old: Tensor | None
+    reference: Tensor | None
+
+
 @dataclass
 class Update:
     """What one update did.
@@ -39,6 +52,7 @@ class Update:
         padding: FLOPs of the rows that fill up tiles, not in ``flops``.
         tokens: Answer tokens that were trained on.
         wasted: Of ``flops``, those of a gradient that was not finite.
+        fixed: One for each micro-batch.
     """
 
     metrics: dict[str, float]
@@ -50,6 +64,7 @@ class Update:
     padding: int = 0
     tokens: int = 0
     wasted: int = 0
+    fixed: list[Fixed] = field(default_factory=list)
 
     def count(self, other: Update) -> None:
         """Add another's FLOPs and tokens to one's own."""
@@ -59,19 +74,6 @@ class Update:
         self.padding += other.padding
         self.tokens += other.tokens
         self.wasted += other.wasted
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """Logprobs [tokens] of a micro-batch that stay the same in all updates on it; ``None`` where the objective needs none.
-
-    Attributes:
-        old: Of the weights before the first update.
-        reference: Of the model that the run began with.
-    """
-
-    old: Tensor | None
-    reference: Tensor | None
 
 
 class Learner:
@@ -130,8 +132,8 @@ class Learner:
             group["lr"] = self.config.lr * schedule.lr_lambdas[0](step)
         schedule.last_epoch = step  # batch.updates may have changed
 
-    def update(self, groups: Sequence[Group], version: int, fixed: list[_Fixed] | None = None) -> Update:
-        """Train on whole groups at weight ``version``, one optimizer step.
+    def update(self, groups: Sequence[Group], version: int, after: Update | None = None) -> Update:
+        """Train on whole groups at weight ``version``, one optimizer step; where it is not the first on them, ``after`` the first.
 
         Groups whose rewards are all equal have zero gradient, unless there are terms beside the objective, and are then not
         computed; they count in the mean over groups.
@@ -142,16 +144,11 @@ class Learner:
         if self.loss.trains_without_signal:
             useful = list(groups)
         spent = Update({}, False, 0)
-        parts = list(micro_batches(useful, self.config.micro_batch_tokens))
-        if fixed is None:
-            fixed = []
-        first = not fixed
-        for i, part in enumerate(parts):
-            if first:
-                fixed.append(self._fixed(part))
-            loss = self._loss(part, fixed[i], len(groups), metrics)
+        for i, part in enumerate(micro_batches(useful, self.config.micro_batch_tokens)):
+            spent.fixed.append(self._fixed(part) if after is None else after.fixed[i])
+            loss = self._loss(part, spent.fixed[i], len(groups), metrics)
             self.accelerator.backward(loss)
-            spent.count(self._spent(part, first))
+            spent.count(self._spent(part, after is None))
         stepped = self._step(metrics) if useful else False
         self.schedule.step()
         for group in groups:
@@ -169,12 +166,11 @@ class Learner:
         Returns:
             Metrics of the first one, which saw the weights that a batch was taken at, and what all of them have spent.
         """
-        fixed: list[_Fixed] = []
-        first = self.update(groups, version, fixed)
+        first = self.update(groups, version)
         for _ in range(updates - 1):
             if first.stepped:
                 self.decoder.refresh(version)
-            first.count(self.update(groups, version, fixed))
+            first.count(self.update(groups, version, first))
         return first
 
     @torch.no_grad()
@@ -191,10 +187,10 @@ class Learner:
         return self.decoder.forward(sequences, lengths, temperature or self.temperature)[0].cpu()
 
     @torch.no_grad()
-    def _fixed(self, groups: Sequence[Group]) -> _Fixed:
+    def _fixed(self, groups: Sequence[Group]) -> Fixed:
         """The logprobs of a micro-batch that its updates have in common; before the first of them."""
         if not (self.loss.needs_old_logprobs or self.loss.needs_reference_logprobs):
-            return _Fixed(None, None)
+            return Fixed(None, None)
         rows = [(group, completion) for group in groups for completion, _ in group.scored()]
         sequences = [[*group.prompt.ids, *completion.ids] for group, completion in rows]
         lengths = [len(completion.ids) for _, completion in rows]
@@ -204,9 +200,9 @@ class Learner:
         if self.loss.needs_reference_logprobs:
             assert self.reference is not None
             reference = self.reference.forward(sequences, lengths, self.temperature)[0]
-        return _Fixed(old, reference)
+        return Fixed(old, reference)
 
-    def _loss(self, groups: Sequence[Group], fixed: _Fixed, groups_in_batch: int, metrics: Accumulator) -> Tensor:
+    def _loss(self, groups: Sequence[Group], fixed: Fixed, groups_in_batch: int, metrics: Accumulator) -> Tensor:
         rows = [
             (i, group, completion, reward) for i, group in enumerate(groups) for completion, reward in group.scored()
         ]
