@@ -19,8 +19,8 @@ run: $(STAMP) ## Run the bundled demo; ARGS="key=value ..." changes it
 test: $(STAMP) ## Run the quick tests, a file a process on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: lint types ## Lint, check types, run the slow tests
-	$(BIN)/python -m pytest -m slow
+check: lint types ## Lint, check types, run the slow tests, a file a process on two cores
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

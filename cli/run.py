@@ -9,7 +9,8 @@ from typing import Any
 
 from trtl_rl.config import RunConfig, load_config
 from trtl_rl.errors import UserError
-from trtl_rl.trainer.trainer import Trainer, read_config
+from trtl_rl.trainer.checks import read_config
+from trtl_rl.trainer.trainer import Trainer
 
 
 def run(settings: list[str], resume: Path | None) -> int:

@@ -19,7 +19,6 @@ from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rollout import Prompt, Sampling
 from trtl_rl.tasks.rows import evaluation_config
 from trtl_rl.tasks.stream_task import make_task
@@ -96,13 +95,15 @@ class Run:
             _check_cuda()
         place = find_place(c, self.trainer.directory)
         # The engine's process starts while this one loads tokenizer and model.
-        engine = self._engine = make_engines(c, place, run_dir, self.metrics.message)
+        engine = self._engine = make_engines(c, place, run_dir, self.metrics.message, self.trainer.engine)
         phases = Phases(self.metrics, 5)
         if c.engine.fault is not None:
             self.metrics.message(
                 "warning",
                 f"The engine will fail on purpose (engine.fault={c.engine.fault}); engine.fault=null ends that.",
             )
+        if self.trainer.translated:
+            self.metrics.message("info", "Said in TRL's words: " + "; ".join(self.trainer.translated) + ".")
         if c.optimizer.lr == 0:
             self.metrics.message("warning", "optimizer.lr=0: every step runs in full, and no weight moves.")
         import torch
@@ -146,7 +147,7 @@ class Run:
         from trtl_rl.trainer.loop import Loop
         from trtl_rl.trainer.reference import freeze
 
-        loss = make_loss(c.loss, c.sampling.max_new_tokens)
+        loss = self.trainer.loss or make_loss(c.loss, c.sampling.max_new_tokens)
         learner = Learner(
             decoder,
             loss,
@@ -206,6 +207,7 @@ class Run:
             needs_logprobs=loss.needs_behaviour_logprobs,
             fp8=Fp8Products.of(decoder.description.coverage),
             tell=self.metrics.message,
+            on_group=self.trainer.callbacks.group,
             teaching=Teaching(c, saved["rollouts"]["recent_prompts"] if saved else None),
         )
         if saved:
@@ -233,6 +235,7 @@ class Run:
                 "config": c.model_dump(mode="json"),
             },
             made_with,
+            self.trainer.callbacks.checkpoint,
         )
         rewound = Rewound()
         if self.trainer.resume:  # nothing is refused from here on
@@ -261,11 +264,6 @@ class Run:
                 decode=decode,
                 sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
                 seed=c.seed,
-                final_answers={
-                    reward.name: find
-                    for reward in self._scorer.rewards
-                    if reward.config is not None and (find := final_answer_of(reward.config.name)) is not None
-                },
             ),
             lambda done, total: self.metrics.progress("evaluation", done, total, "answers"),
             told,
@@ -295,6 +293,7 @@ class Run:
             record=record.write,
             evaluate=lambda step: evaluate(step, beside=c.overlaps_evaluation),
             contract=place.contract,
+            callbacks=self.trainer.callbacks,
             probes=[task.prompt(*task.order(c.seed).at(i)).ids for i in range(c.parity.prompts)],
         )
         loop.stop = self._stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,3 +37,26 @@ class Callback:
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """When a checkpoint is whole, in the learner's thread."""
+
+
+class Callbacks:
+    """The callbacks of a trainer, called in order."""
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+        self._trainer, self._callbacks = trainer, callbacks
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        for callback in self._callbacks:
+            callback.on_step(self._trainer, step, metrics)
+
+    def group(self, group: Group) -> None:
+        for callback in self._callbacks:
+            callback.on_group(self._trainer, group)
+
+    def refit(self, version: int, metrics: dict[str, float]) -> None:
+        for callback in self._callbacks:
+            callback.on_refit(self._trainer, version, metrics)
+
+    def checkpoint(self, path: Path) -> None:
+        for callback in self._callbacks:
+            callback.on_checkpoint(self._trainer, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,17 @@ def find_place(config: RunConfig, directory: EngineDirectory | None) -> EnginePl
     return EnginePlace(environment, *choose_channel(config.refit.channel, config.device, environment), contract)
 
 
-def make_engines(config: RunConfig, place: EnginePlace, run_dir: Path, tell: Tell) -> Engines:
+def make_engines(
+    config: RunConfig,
+    place: EnginePlace,
+    run_dir: Path,
+    tell: Tell,
+    own: Callable[[Path, int], EngineProcess] | None = None,
+) -> Engines:
     """Start the processes of a run's engines: one, or ``engine.replicas`` of them, here or on the nodes of a Ray cluster.
+
+    Args:
+        own: Makes an engine of the user's from its log file and its number.
 
     Raises:
         UserError: ``ray.address`` is given, and Ray is not there.
@@ -69,6 +79,8 @@ def make_engines(config: RunConfig, place: EnginePlace, run_dir: Path, tell: Tel
 
     def make(number: int) -> EngineProcess:
         log = run_dir / "logs" / ("engine.log" if c.engine.replicas == 1 else f"engine-{number}.log")
+        if own is not None:
+            return own(log, number)
         limits: dict[str, Any] = {
             "threads": c.engine.threads,
             "timeout": c.engine.timeout,

@@ -12,6 +12,7 @@ from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import RewardError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
@@ -60,7 +61,7 @@ class Evaluator:
     Args:
         scorer: The targets: one reward function each, with its name.
         sampling: Of the sampled answers.
-        final_answers: By scorer, finds the answer in a completion for majority votes.
+        final_answers: By scorer, finds the answer in a completion for majority votes; default: those of built-in scorers.
     """
 
     def __init__(
@@ -79,7 +80,12 @@ class Evaluator:
     ) -> None:
         self.scorer, self.prompts, self.config = scorer, prompts, config
         self.engine, self.ledger, self.shape, self.decode = engine, ledger, shape, decode
-        self.sampling, self.seed, self.final_answers = sampling, seed, final_answers or {}
+        self.sampling, self.seed = sampling, seed
+        if final_answers is None:
+            names = {reward.name: reward.config.name for reward in scorer.rewards if reward.config is not None}
+            found = {name: final_answer_of(built_in) for name, built_in in names.items()}
+            final_answers = {name: find for name, find in found.items() if find is not None}
+        self.final_answers = final_answers
         self._asked = 10**9  # ids of its requests, apart from those of parity probes
 
     def run(self, progress: Progress = lambda done, total: None) -> dict[str, float]:

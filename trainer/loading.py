@@ -71,3 +71,14 @@ def _coverage_of(recipe: Recipe, model: PreTrainedModel) -> Coverage:
         skeleton: PreTrainedModel = make(copy.deepcopy(model.config))
     recipe.apply(skeleton)
     return expand(skeleton)
+
+
+def load_weights(model: PreTrainedModel, file: Path) -> None:
+    """Load a run's checkpoint into its model. Raises UserError when they do not belong together."""
+    from safetensors.torch import load_file
+
+    missing, unexpected = model.load_state_dict(load_file(file), strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    wrong = [*(set(missing) - set(tied)), *unexpected]
+    if wrong:
+        raise UserError(f"{file} does not belong to this model: {min(wrong)} is only on one side.")

@@ -47,6 +47,7 @@ from trtl_rl.refit.manifest import Manifest
 from trtl_rl.refit.sender import Sent, send
 from trtl_rl.refit.validate import BlockScaleContract
 from trtl_rl.rollout import Group
+from trtl_rl.trainer.callbacks import Callbacks
 from trtl_rl.trainer.learner import Learner, Update
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
@@ -85,11 +86,12 @@ class Loop:
         evaluate: Callable[[int], None],
         probes: list[list[int]],
         contract: BlockScaleContract | None = None,
+        callbacks: Callbacks,
     ) -> None:
         self.config, self.engine, self.learner, self.worker = config, engine, learner, worker
         self.buffer, self.ledger, self.metrics, self.state = buffer, ledger, metrics, state
         self.save, self.record, self.evaluate = save, record, evaluate
-        self.contract = contract
+        self.contract, self.callbacks = contract, callbacks
         self.budget = Budget(config.budget, config.steps)
         self._limited = any(vars(config.budget).values())
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
@@ -238,7 +240,9 @@ class Loop:
             report = self.budget.report(self.ledger, s.tokens, s.seconds, s.step)
             out.update({f"budget/left/{key.removeprefix('budget.')}": value["left"] for key, value in report.items()})
         self.record(s.step, groups, self.buffer.report_discarded())
-        self.metrics.step(s.step, out.reduce(), {**out.counts(), **update.counts})
+        row = out.reduce()
+        self.metrics.step(s.step, row, {**out.counts(), **update.counts})
+        self.callbacks.step(s.step, row)
         if failure is not None and not (self.stop and isinstance(failure, EngineError)):
             raise failure
         self._watch_signal(groups, update.stepped)
@@ -312,16 +316,16 @@ class Loop:
                 self._sent = Sent(tensors, Manifest.of(tensors, version, coverage))
                 return
         self._sent = report.sent
-        out.update(
-            {
-                "refit/bytes": report.bytes,
-                "refit/changed_frac": report.changed_frac,
-                "timing_s/refit/move": report.move,
-                "timing_s/refit/decode": report.decode,
-                "timing_s/refit/finish": report.finish,
-                "timing_s/refit/pause": report.pause,
-            }
-        )
+        told = {
+            "refit/bytes": report.bytes,
+            "refit/changed_frac": report.changed_frac,
+            "timing_s/refit/move": report.move,
+            "timing_s/refit/decode": report.decode,
+            "timing_s/refit/finish": report.finish,
+            "timing_s/refit/pause": report.pause,
+        }
+        out.update(told)
+        self.callbacks.refit(version, told)
 
     def _describe(self, groups: list[Group], out: Accumulator) -> None:
         """Metrics of the batch as it was trained, and one sample for people."""

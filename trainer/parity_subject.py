@@ -29,9 +29,10 @@ from trtl_rl.rollout import Request, Sampling
 from trtl_rl.tasks.rows import open_rows
 from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.trainer import checkpoint
-from trtl_rl.trainer.loading import load_model
+from trtl_rl.trainer.checks import read_config
+from trtl_rl.trainer.loading import load_model, load_weights
 from trtl_rl.trainer.parity_check import Parity, Progress, check
-from trtl_rl.trainer.trainer import GIVEN, read_config
+from trtl_rl.trainer.trainer import GIVEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -219,7 +220,7 @@ class Subject:
         if self.directory is None:
             model = load_model(self.source.path, self.recipe, self.checkpoint)
             if self.checkpoint is not None:
-                _load_weights(model, self.checkpoint / "model.safetensors")
+                load_weights(model, self.checkpoint / "model.safetensors")
             return model, "of the model" if self.checkpoint is None else "of the checkpoint"
         original = self._original(self.directory)
         if isinstance(original, ModelSource):
@@ -286,14 +287,3 @@ class Subject:
         task = make_task(open_rows(config), config, load_tokenizer(self.source.path), room)
         order = task.order(config.seed)
         return [task.prompt(*order.at(i)).ids for i in range(self.options.prompts)]
-
-
-def _load_weights(model: PreTrainedModel, file: Path) -> None:
-    """Load a run's checkpoint into its model. Raises UserError when they do not belong together."""
-    from safetensors.torch import load_file
-
-    missing, unexpected = model.load_state_dict(load_file(file), strict=False)
-    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
-    wrong = [*(set(missing) - set(tied)), *unexpected]
-    if wrong:
-        raise UserError(f"{file} does not belong to this model: {min(wrong)} is only on one side.")

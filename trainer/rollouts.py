@@ -50,6 +50,7 @@ class RolloutWorker:
         tell: Takes messages for people: level and text.
         teaching: Passes over prompts and refills groups; ``None``: neither.
         fp8: Which products of the engine are in FP8, for the ledger.
+        on_group: Called with a group that is scored and will be trained on.
 
     Attributes:
         doing: What the thread is at, for people.
@@ -74,11 +75,12 @@ class RolloutWorker:
         tell: Tell = lambda level, text: None,
         teaching: Teaching | None = None,
         fp8: Fp8Products | None = None,
+        on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
-        self.teaching = teaching or Teaching(RunConfig())
+        self.teaching, self.on_group = teaching or Teaching(RunConfig()), on_group
         self.fp8 = fp8 or Fp8Products()
         self.counters = Counters()
         self.next_index = start
@@ -341,6 +343,7 @@ class RolloutWorker:
                 else:
                     self._discards = 0
                     self.ledger.waste("failed", self.search_flops(group) - self.unwasted_flops(group))
+                    self.on_group(group)
                     self.buffer.complete(group)
         except BaseException as error:
             self._failure = self._failure or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Saver:
     budget: Budget
     constant: dict[str, Any]
     made_with: dict[str, Any]
+    on_saved: Callable[[Path], None]
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint. Raises DiskError, which names the one that is kept."""
@@ -53,8 +55,9 @@ class Saver:
             "rollouts": buffer_state.to_json(position, self.made_with),
         }
         self.write_ledger(state)
-        checkpoint.save(self.run_dir / "checkpoints", self.accelerator, values, self.parts, self.keep)
+        path = checkpoint.save(self.run_dir / "checkpoints", self.accelerator, values, self.parts, self.keep)
         self.metrics.progress("checkpoint", 1, 1)
+        self.on_saved(path)
 
     def try_to_save(self, state: RunState) -> None:
         """Write a checkpoint; when the disk does not take it, say so and let the run go on."""

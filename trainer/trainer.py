@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +15,41 @@ import yaml
 from trtl_rl.config import RunConfig
 from trtl_rl.config_data import RewardConfig
 from trtl_rl.disk import alone_in, replace_file
-from trtl_rl.engines.directory import EngineDirectory
-from trtl_rl.engines.faulty import UNSEEN_WITHOUT_PROBES, Fault
 from trtl_rl.errors import DiskError, UserError
 from trtl_rl.metrics import MetricsWriter
-from trtl_rl.model.source import ModelSource, find_model, weights_digest
+from trtl_rl.model.source import ModelSource, find_model
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards
 from trtl_rl.rewards.reward import Reward, RewardFunction
 from trtl_rl.rewards.runner import RewardRunner
+from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.presets import apply_preset
-from trtl_rl.tasks.rows import Rows, given_rows, open_evaluation_rows, open_rows
+from trtl_rl.tasks.rows import Rows, evaluation_config, given_rows, open_evaluation_rows, open_rows
 from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer.callbacks import Callback, Callbacks
+from trtl_rl.trainer.checks import (
+    check_architecture,
+    check_fault,
+    check_one_process,
+    engine_directory,
+    prompt_room,
+    run_directory,
+)
+from trtl_rl.trainer.closing import closing_text
+from trtl_rl.trainer.objects import keep_model, with_tokenizer, write_model
+from trtl_rl.trainer.steps import weighted, with_steps
 from trtl_rl.trainer.tracking import Tracking, check_installed
+from trtl_rl.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
-    from trtl_rl.trainer.assembly import Run
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TrainerConfig = RunConfig
+    from trtl_rl.engines.supervisor import EngineProcess
+    from trtl_rl.losses.loss import Loss
+    from trtl_rl.trainer.assembly import Run
+    from trtl_rl.trainer.session import Session
+
+_GENERATE_CONTEXT = 4096  # tokens, where nobody says how many
 GIVEN = "(given to Trainer)"  # stands for rows from Python in a run's config.yaml
 
 
@@ -63,13 +80,20 @@ class Trainer:
     Bad input is refused here, before a model is loaded.
 
     Args:
-        model: A directory, a hub name, or ``demo``; overrides ``args.model``.
+        model: A directory, a hub name, ``demo``, or a transformers model; overrides ``args.model``.
         reward_funcs: One function or several, in TRL's convention: keyword arguments ``prompts``, ``completions``,
             ``completion_ids`` and every column of the data, each a list; they return one float or None per completion.
             A built-in's name and a ``Reward`` (with weight, time limit and policy) are rewards too. A function runs in a
             process of its own: what it changes outside itself stays there, unless ``Reward(…, in_process=True)``.
         train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence); overrides ``args.data``.
         args: Every other setting.
+        eval_dataset: Rows to evaluate on, apart from those that are trained on; all of them unless ``evaluation.prompts`` says
+            how many.
+        processing_class: The tokenizer, as an object; by default the model's.
+        callbacks: Follow the run, and may stop it.
+        engine: Makes an engine of your own from a log file and the engine's number: an object with the methods of
+            ``EngineProcess`` (see ``examples/custom_engine.py``). By default the one that ``args.engine`` describes.
+        loss: An objective of your own; overrides ``args.loss``, but for its KL and entropy terms, which it does without.
         resume: Continue the run in ``args.run_dir`` from its newest whole checkpoint, or from its beginning where it had
             not saved one yet.
 
@@ -88,29 +112,39 @@ class Trainer:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | PreTrainedModel | None = None,
         reward_funcs: RewardFunction | Reward | str | Sequence[RewardFunction | Reward | str] | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         args: RunConfig | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[Callback] = (),
         *,
+        engine: Callable[[Path, int], EngineProcess] | None = None,
+        loss: Loss | None = None,
         resume: bool = False,
     ) -> None:
         config = args or RunConfig()
-        self._resume_by = "trtl-rl run --resume {run_dir}"
+        check_one_process()
+        self.resume_by = "trtl-rl run --resume {run_dir}"
         if train_dataset is not None or reward_funcs is not None:
-            self._resume_by = "the same Trainer(...) with run_dir='{run_dir}' in its args, and resume=True"
-        if model is not None:
-            config = config.model_copy(update={"model": model})
+            self.resume_by = "the same Trainer(...) with run_dir='{run_dir}' in its args, and resume=True"
+        self._object = _written(model, processing_class, config)
+        if self._object is not None or model is not None:
+            config = config.model_copy(update={"model": str(self._object or model)})
         if train_dataset is not None:
             config = config.model_copy(update={"data": GIVEN})
+        if eval_dataset is not None:
+            evaluation = config.evaluation.model_copy(update={"data": GIVEN})
+            config = config.model_copy(update={"evaluation": evaluation})
         self.config = apply_preset(config)
         self.recipe = Recipe.load(self.config.recipe)
-        self.run_dir = _run_directory(self.config, resume, self._resume_by)
+        self.run_dir = run_directory(self.config, resume, self.resume_by)
         self.source: ModelSource = find_model(self.config.model)
-        _check_architecture(self.source)
-        self.directory = _engine_directory(self.config, self.source, self.recipe)
-        self.prompt_room = _prompt_room(self.config, self.source, self.directory)
-        _check_fault(self.config)
+        check_architecture(self.source)
+        self.directory = engine_directory(self.config, self.source, self.recipe)
+        self.prompt_room = prompt_room(self.config, self.source, self.directory)
+        check_fault(self.config)
         self.rows = given_rows(train_dataset, self.config) if train_dataset is not None else open_rows(self.config)
         if reward_funcs is None:
             self.rewards = load_rewards(self.config.rewards)
@@ -120,12 +154,29 @@ class Trainer:
             # So that the run's config.yaml does not claim another reward.
             given = [RewardConfig(name=f"({reward.name}, given to Trainer)") for reward in self.rewards]
             self.config = self.config.model_copy(update={"rewards": given})
+        if isinstance(args, TrainerConfig):
+            self.rewards = weighted(self.rewards, args.translated.reward_weights)
+        self.config = with_steps(self.config, self.rows, args)
         check_columns(self.rewards, self.rows.columns)
-        self._check_evaluation()
+        self._check_evaluation(eval_dataset)
+        self.loss, self.engine = loss, engine
+        self.translated = args.translated.lines if isinstance(args, TrainerConfig) else []
+        self.callbacks = Callbacks(self, list(callbacks))
         check_installed(self.config.trackers)
         self.resume = resume
         self._run: Run | None = None
+        self._session: Session | None = None
+        self._keep_session = False
         self._prepared = self._made_directory = self.stop_requested = False
+
+    def __enter__(self) -> Trainer:
+        """Keep the engine of :meth:`generate` and :meth:`evaluate` running between calls, until the block ends."""
+        self._keep_session = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keep_session = False
+        self._end_session()
 
     def train(self) -> TrainResult:
         """Run to the end of steps or budget, or until :meth:`stop`; everything is in ``run_dir`` afterwards.
@@ -155,7 +206,7 @@ class Trainer:
             with tracking, Run(self, metrics, started) as run:
                 self._run = run
                 result = run.train()
-            metrics.write("end", status=result.status, step=result.step, text=_closing_text(self, result))
+            metrics.write("end", status=result.status, step=result.step, text=closing_text(self, result))
             return result
         except BaseException as error:
             step = run.state.step if run is not None else 0
@@ -177,6 +228,91 @@ class Trainer:
             with contextlib.suppress(DiskError):  # the run's own outcome is what matters
                 metrics.close()
 
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        samples: int = 1,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        greedy: bool = False,
+        seed: int = 0,
+        max_context: int | None = None,
+    ) -> list[list[str]]:
+        """Answers of the newest weights: those of the last checkpoint, or of the start model; on an engine as in a run.
+
+        Args:
+            prompts: Texts, or lists of chat messages.
+            samples: Answers to each prompt.
+            max_new_tokens, temperature: By default the run's.
+            max_context: Longest prompt and answer; by default what the model was made for, at most 4,096 tokens.
+
+        Returns:
+            For each prompt its answers.
+
+        Raises:
+            UserError: a prompt does not fit.
+        """
+        c = self.config
+        sampling = Sampling(temperature or c.sampling.temperature, max_new_tokens or c.sampling.max_new_tokens, greedy)
+        context = max_context or c.engine.max_context or min(self.source.context, _GENERATE_CONTEXT)
+        with self._open_session(context) as session:
+            return session.generate(prompts, samples, sampling, seed)
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval/…`` metrics of the newest weights, on the prompts of ``evaluation``.
+
+        Raises:
+            UserError: the configuration has no evaluation.
+        """
+        c = self.config
+        if not c.evaluation.prompts:
+            raise UserError(
+                "There is nothing to evaluate on: set evaluation.prompts and task.held_out, or give eval_dataset."
+            )
+        with self._open_session(c.engine.max_context or min(self.source.context, _GENERATE_CONTEXT)) as session:
+            return session.evaluate()
+
+    def save_pretrained(self, directory: str | Path, *, fp8: bool = False) -> Path:
+        """Write the newest weights as a Hugging Face checkpoint in BF16, which transformers loads.
+
+        Args:
+            fp8: Write FP8 block-scale codes instead, which serving engines load.
+
+        Raises:
+            UserError: the directory is in use, or the recipe has no codes.
+        """
+        from trtl_rl.trainer.export import save_pretrained
+
+        weights = self.newest_checkpoint() or self.source.path
+        return save_pretrained(weights, self.source, self.recipe, Path(directory).expanduser(), fp8=fp8)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint of the run, if there is one."""
+        whole = checkpoint.whole(self.run_dir / "checkpoints")
+        return whole[-1] if whole else None
+
+    @contextlib.contextmanager
+    def _open_session(self, context: int) -> Iterator[Session]:
+        from trtl_rl.trainer.session import Session
+
+        newest = self.newest_checkpoint()
+        kept = self._session
+        if kept is None or kept.checkpoint != newest or kept.context < context:
+            self._end_session()
+            self._session = Session(self, newest, context)
+        try:
+            assert self._session is not None
+            yield self._session
+        finally:
+            if not self._keep_session:
+                self._end_session()
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
     def prepare(self) -> None:
         """Make the run directory, under another name if another run has taken a default one meanwhile."""
         if self._prepared:
@@ -189,10 +325,15 @@ class Trainer:
             except FileExistsError:
                 if self.config.run_dir is not None:
                     break  # empty, as was checked, or that of the run that goes on
-                self.run_dir = _run_directory(self.config, False, self._resume_by)
+                self.run_dir = run_directory(self.config, False, self.resume_by)
             except OSError as error:
                 raise UserError(f"The run directory {self.run_dir} cannot be made: {error.strerror}.") from None
         self._prepared = True
+        if self._object is not None:  # the run can go on without the objects
+            kept = keep_model(self._object, self.run_dir)
+            self._object = None
+            self.config = self.config.model_copy(update={"model": str(kept)})
+            self.source = find_model(str(kept))
 
     def stop(self) -> None:
         """Finish the step under way, save and return from :meth:`train`; callable from a signal handler or a thread."""
@@ -211,14 +352,19 @@ class Trainer:
         scorer = self._scorer if self.config.evaluation.prompts else []
         return RewardRunner(scorer, self.run_dir / "logs" / "rewards.log")
 
-    def _check_evaluation(self) -> None:
+    def _check_evaluation(self, given: Iterable[Mapping[str, Any]] | None) -> None:
         c = self.config
         self.evaluation_rows: Rows | None = None
+        if given is not None:
+            self.evaluation_rows = given_rows(given, evaluation_config(c))
+            if not c.evaluation.prompts:
+                evaluation = c.evaluation.model_copy(update={"prompts": len(self.evaluation_rows)})
+                c = self.config = c.model_copy(update={"evaluation": evaluation})
         self._scorer = load_rewards(
             [RewardConfig(name=name, arguments=c.evaluation.arguments) for name in c.evaluation.scorers]
         )
         if c.evaluation.prompts:
-            if c.evaluation.own_data:
+            if c.evaluation.own_data and given is None:
                 if c.data == GIVEN and c.evaluation.data is None:
                     raise UserError("evaluation.split says nothing about train_dataset: name evaluation.data too.")
                 self.evaluation_rows = open_evaluation_rows(c)
@@ -239,136 +385,15 @@ class Trainer:
             raise DiskError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def _run_directory(config: RunConfig, resume: bool, resume_by: str) -> Path:
-    if config.run_dir is None and resume:
-        raise UserError("resume=True needs args.run_dir: the directory of the run that goes on.")
-    if config.run_dir is None:
-        name = Path(config.model).name or "model"
-        base = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-        path, n = base, 1
-        while path.exists():
-            n += 1
-            path = base.with_name(f"{base.name}-{n}")
-        return path
-    path = Path(config.run_dir).expanduser()
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run_dir={path} is a file: name a directory.")
-    if resume and not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is no run that could be resumed: it has no config.yaml. Start it without resume.")
-    if resume:
-        checkpoint.check_any(path / "checkpoints")
-    if not resume and path.exists() and any(path.iterdir()):
-        raise UserError(
-            f"The run directory {path} exists and is not empty. Choose another run_dir, or continue that run with: "
-            + resume_by.format(run_dir=path)
-        )
-    return path
-
-
-def _check_architecture(source: ModelSource) -> None:
-    from types import SimpleNamespace
-
-    from trtl_rl.model.architectures import check_architecture
-
-    check_architecture(SimpleNamespace(**source.config))
-
-
-def _engine_directory(config: RunConfig, source: ModelSource, recipe: Recipe) -> EngineDirectory | None:
-    """The directory of ``engine.path``, which must be of the run's model and recipe."""
-    if config.engine.path is None:
-        return None
-    directory = EngineDirectory.open(Path(config.engine.path).expanduser())
-    if directory.recipe["digest"] != recipe.digest:
-        raise UserError(
-            f"engine.path={directory.path} was built with the recipe {directory.recipe['name']}, and recipe={recipe.name} is "
-            "another one. Build an engine with this recipe, or leave engine.path out."
-        )
-    if directory.architecture not in source.config["architectures"]:
-        raise UserError(
-            f"engine.path={directory.path} holds a {directory.architecture}, and model={source.name} is a "
-            f"{', '.join(source.config['architectures'])}. Build one: trtl-rl build-engine --model {source.name} --output DIR"
-        )
-    if directory.source_digest != weights_digest(source.path):
-        raise UserError(
-            f"engine.path={directory.path} was built from other weights ({directory.model}) than those of model={source.name}. "
-            f"Build one: trtl-rl build-engine --model {source.name} --output DIR"
-        )
-    directory.check()
-    return directory
-
-
-def _prompt_room(config: RunConfig, source: ModelSource, directory: EngineDirectory | None) -> int:
-    """Tokens of the longest prompt that leaves room for the answer."""
-    most = source.context if directory is None else directory.max_context
-    what = f"model={source.name} was made" if directory is None else f"engine.path={directory.path} was built"
-    wanted = config.engine.max_context
-    if wanted is not None and wanted > most:
-        raise UserError(f"engine.max_context={wanted} is more than {what} for ({most}).")
-    room = (wanted or most) - config.sampling.max_new_tokens
-    if room < 1:
-        limit = f"engine.max_context={wanted}" if wanted is not None else f"{what} for {most} tokens"
-        raise UserError(
-            f"sampling.max_new_tokens={config.sampling.max_new_tokens} leaves no room for a prompt: {limit}. Lower "
-            "sampling.max_new_tokens."
-        )
-    return room
-
-
-def _check_fault(config: RunConfig) -> None:
-    """Refuse a fault that cannot happen in this run."""
-    if config.engine.fault is None:
-        return
-    fault = Fault.parse(config.engine.fault)
-    if fault.step > config.steps:
-        raise UserError(f"engine.fault={config.engine.fault} cannot happen: the run has {config.steps} steps.")
-    if fault.mode == "raw_logprobs" and config.sampling.temperature == 1:
-        raise UserError(
-            "engine.fault=raw_logprobs changes nothing at sampling.temperature=1; choose another temperature for the drill."
-        )
-    if fault.mode in UNSEEN_WITHOUT_PROBES and not config.parity.every:
-        raise UserError(f"engine.fault={fault.mode} is found by probes, and parity.every=0 makes none.")
-
-
-def _closing_text(trainer: Trainer, result: TrainResult) -> str:
-    """What a person does next."""
-    where = f"Everything is in {trainer.run_dir}: metrics.jsonl, ledger.json, checkpoints/, rollouts/, logs/."
-    if result.nothing_to_do:
-        again = trainer._resume_by.format(run_dir=trainer.run_dir)
-        return (
-            f"Nothing to do: the run had reached {result.reason} at step {result.step}. {where}\n"
-            f"With more steps or a larger budget it goes on: {again}"
-            + (f" steps={2 * result.step}" if again.startswith("trtl-rl") and result.reason == "steps" else "")
-        )
-    if len(result.budget) > 1:  # more than the number of steps was limited
-        left = ", ".join(f"{key} {part['left']:.4g} of {part['limit']:.4g}" for key, part in result.budget.items())
-        where = f"Left of the budget: {left}. {where}"
-    if result.status == "interrupted":
-        again = trainer._resume_by.format(run_dir=trainer.run_dir)
-        return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"
-    if result.reason == "no signal":
-        from trtl_rl.trainer.loop import NO_SIGNAL_LIMIT
-
-        return (
-            f"Ended after step {result.step}: for {NO_SIGNAL_LIMIT} steps in a row no group had answers of different reward, "
-            f"so there was nothing to learn from. {where}"
-        )
-    if trainer.config.model != "demo":
-        return f"Reached {result.reason} after step {result.step}. {where}"
-    return (
-        f"Reached {result.reason} after step {result.step}. {where}\n"
-        "Your own model and data: trtl-rl run examples/gsm8k.yaml model=DIRECTORY data=FILE.jsonl, where these lines of the\n"
-        "file change: model, data, task.prompt_column, rewards, sampling.max_new_tokens, optimizer.lr.\n"
-        "On a GPU: device=cuda emulates FP8 there, untried so far; the kernels for it are in no run yet (see the README)."
-    )
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """The resolved configuration of a run. Raises UserError when there is none."""
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"{run_dir} is no run directory: it has no config.yaml.")
-    values: dict[str, Any] = yaml.safe_load(file.read_text())
-    return values
+def _written(
+    model: str | Path | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig
+) -> Path | None:
+    """A directory with the objects that were given, or None where names do."""
+    if model is not None and not isinstance(model, str | Path):
+        return write_model(model, tokenizer)
+    if tokenizer is not None:
+        return with_tokenizer(find_model(str(model or config.model)).path, tokenizer)
+    return None
 
 
 __all__ = ["TrainResult", "Trainer", "TrainerConfig"]

@@ -1,0 +1,135 @@
+"""What a program does with a ``Trainer`` beside training: callbacks, objects, answers, evaluation, a checkpoint for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from demo import small
+from run_files import digits, rows_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trtl_rl import Callback, Trainer, TrainerConfig
+from trtl_rl.config import RunConfig
+from trtl_rl.demo.task import demo_rows
+from trtl_rl.engines.directory import EngineDirectory
+from trtl_rl.errors import UserError
+from trtl_rl.model.source import find_model
+from trtl_rl.trainer.checks import check_one_process
+
+pytestmark = pytest.mark.timeout(300)
+ROWS = demo_rows()[::25]
+
+
+class Recorder(Callback):
+    def __init__(self, stop_at: int = 0) -> None:
+        self.steps: list[int] = []
+        self.groups: list[int] = []
+        self.refits: list[int] = []
+        self.saved: list[str] = []
+        self.stop_at = stop_at
+
+    def on_step(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        assert "reward" in metrics and "timing_s/step" in metrics
+        self.steps.append(step)
+        if step == self.stop_at:
+            trainer.stop()
+
+    def on_group(self, trainer: Trainer, group: Any) -> None:
+        assert len(group.rewards) == len(group.completions) == 4
+        self.groups.append(group.index)
+
+    def on_refit(self, trainer: Trainer, version: int, metrics: dict[str, float]) -> None:
+        assert metrics["refit/bytes"] > 0
+        self.refits.append(version)
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        assert (path / "state.json").exists()
+        self.saved.append(path.name)
+
+
+@pytest.mark.slow
+def test_callbacks_follow_a_run_and_stop_it(tmp_path: Path) -> None:
+    seen = Recorder(stop_at=2)
+    args = TrainerConfig(
+        **small(tmp_path / "run").model_dump(exclude={"steps", "run_dir"}),
+        max_steps=9,
+        output_dir=str(tmp_path / "run"),
+    )
+    result = Trainer(reward_funcs=digits, args=args, callbacks=[seen]).train()
+    assert (result.status, result.step) == ("interrupted", 2)
+    said = [row["text"] for row in rows_of(tmp_path / "run", "message")]
+    assert any("max_steps → steps=9; output_dir → run_dir=" in text for text in said)
+    assert seen.steps == seen.refits == [1, 2]
+    assert seen.groups[:4] == [0, 1, 2, 3] and seen.saved == ["step-00000002"]
+
+
+@pytest.mark.slow
+def test_a_model_object_its_answers_its_evaluation_and_its_checkpoints(tmp_path: Path) -> None:
+    source = find_model("demo").path
+    model = AutoModelForCausalLM.from_pretrained(source)
+    trainer = Trainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(source),
+        reward_funcs=digits,
+        train_dataset=ROWS,
+        eval_dataset=ROWS[100:116],
+        args=small(tmp_path / "run", steps=2),
+    )
+    with trainer:
+        before = trainer.generate(["12+13=", "20+21="], samples=3)
+        again = trainer.generate(["12+13=", "20+21="], samples=3)
+        assert [len(answers) for answers in before] == [3, 3] and before == again
+        assert 0.2 < trainer.evaluate()["eval/greedy_exact_match"] <= 1
+        trainer.train()
+        assert trainer.generate(["12+13="], greedy=True)[0][0]
+    assert (tmp_path / "run" / "start_model" / "model.safetensors").exists()
+    assert rows_of(tmp_path / "run", "evaluation")[-1]["step"] == 2
+
+    plain = trainer.save_pretrained(tmp_path / "plain")
+    found = AutoModelForCausalLM.from_pretrained(plain).state_dict()
+    trained = load_file(trainer.newest_checkpoint() / "model.safetensors")  # type: ignore[operator]
+    assert all(torch.equal(found[name].float(), value.bfloat16().float()) for name, value in trained.items())
+    assert AutoTokenizer.from_pretrained(plain).encode("12+13=") == AutoTokenizer.from_pretrained(source).encode(
+        "12+13="
+    )
+
+    coded = EngineDirectory.open(trainer.save_pretrained(tmp_path / "fp8", fp8=True))
+    coded.check()
+    assert "trained" in coded.model
+    names = {name for name in coded.tensors() if name.endswith("weight_scale_inv")}
+    assert names, "no FP8 codes were written"
+    with pytest.raises(UserError, match="not an empty directory"):
+        trainer.save_pretrained(tmp_path / "fp8")
+
+
+def test_epochs_become_steps_once_the_data_is_known(tmp_path: Path) -> None:
+    args = TrainerConfig(
+        run_dir=str(tmp_path / "run"), num_train_epochs=2, per_device_train_batch_size=80, warmup_ratio=0.5
+    )
+    trainer = Trainer(reward_funcs=digits, train_dataset=ROWS, args=args)
+    assert trainer.config.steps == 80 == 2 * len(ROWS) // 10
+    assert trainer.config.optimizer.warmup_steps == 40
+
+
+def test_weights_of_rewards_as_trl_gives_them(tmp_path: Path) -> None:
+    args = TrainerConfig(run_dir=str(tmp_path / "run"), reward_weights=[1.0, 0.25])
+    trainer = Trainer(reward_funcs=[digits, digits], train_dataset=ROWS, args=args)
+    assert [reward.weight for reward in trainer.rewards] == [1.0, 0.25]
+    with pytest.raises(UserError, match="2 values for 1 reward functions"):
+        Trainer(reward_funcs=digits, train_dataset=ROWS, args=args)
+
+
+def test_nothing_to_evaluate_on_is_said(tmp_path: Path) -> None:
+    trainer = Trainer(reward_funcs=digits, train_dataset=ROWS, args=RunConfig(run_dir=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="There is nothing to evaluate on"):
+        trainer.evaluate()
+
+
+def test_several_learners_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="started 2 processes, and the learner runs in one"):
+        check_one_process()
