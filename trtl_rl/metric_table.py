@@ -163,6 +163,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
             "run_dir": "the directory, as the run knew it",
             "versions": "of Python and packages, by name",
             "resumed_from": "step of the checkpoint, or null",
+            "lost_flops": "of steps that were not saved, which are done again",
         },
     ),
     "progress": (
@@ -224,8 +225,8 @@ _HEAD = """\
 
 Every part of a run writes rows to `metrics.jsonl` in the run's directory: one JSON object a line, each with `kind` and
 `time` (Unix seconds). Dashboard, `watch`, `report` and trackers read nothing else. A resumed run continues the file:
-after its `start` row, steps that the interruption lost come again, and the later row counts. Readers pass over kinds and
-fields that they do not know, and over a torn line, which a kill may leave.
+rows of steps that the interruption lost are blanked, and those steps come again after its `start` row. Readers pass over
+blank lines, over kinds and fields that they do not know, and over a torn line, which a kill may leave.
 
 `trtl_rl.metrics.MetricsReader` reads the file, also while it grows.
 

@@ -1,15 +1,5 @@
 """``metrics.jsonl``: every part of a run writes rows here, and dashboard, ``watch``, reports and trackers read nothing else.
 
-``start``      what the run is: ``model``, ``parameters``, ``steps``, ``task``, ``loss``, ``recipe``, ``coverage``,
-               ``kernels``, ``versions``, ``resumed_from``, ``lost_flops`` (of steps that are done again)
-``progress``   long work before or between steps: ``name``, ``done``, ``total``, ``unit``
-``step``       ``step`` (1 is the first update) and ``metrics``, a flat mapping of metric name to number
-``sample``     ``step``, ``prompt``, ``completion``, ``reward``, ``finish_reason``, ``version``
-``message``    ``level`` (``info``, ``warning``, ``error``) and ``text``
-``evaluation`` ``step`` (0 before training), ``metrics``
-``end``        ``status`` (``done``, ``interrupted``, ``failed``), ``step``, ``text``
-=============  =========================================================================================
-=======
 Each row is one JSON object with ``kind`` and ``time`` (Unix seconds). The kinds of rows with their fields, and every metric
 with unit and meaning, stand in :mod:`trtl_rl.metric_table`, for people in ``docs/metrics.md``.
 """

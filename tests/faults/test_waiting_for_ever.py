@@ -16,6 +16,7 @@ from run_files import digits, metrics_of, rows_of, same, weights
 
 from trtl_rl import Trainer
 from trtl_rl.metrics import read_rows
+from trtl_rl.rewards.reward import Reward
 from trtl_rl.trainer import signs, watchdog
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -137,11 +138,11 @@ def test_a_prompt_that_is_lost_each_time_is_left_out_by_name(tmp_path: Path, mon
     outcome = drill(
         tmp_path / "run",
         steps=4,
-        buffer={"max_staleness": 1, "lease": 3, "attempts": 2},
+        buffer={"max_staleness": 1, "lease": 10, "attempts": 2},
         engine={"fault": "lose_prompt:2:always"},
     )
     (said,) = [text for text in outcome.messages if "left out of the run" in text]
-    assert re.match(r"Prompt \d+: no sign of life for 3 s \(buffer.lease\), 2 times", said)
+    assert re.match(r"Prompt \d+: no sign of life for 10 s \(buffer.lease\), 2 times", said)
     left_out = [index for index in range(9) if index not in outcome.indices]
     assert len(left_out) == 1
     outcome.assert_done(4, left_out=left_out)
@@ -168,7 +169,8 @@ def test_a_reward_that_hangs_is_named_while_it_does(tmp_path: Path, monkeypatch:
         wait_until(told)
         go.set()
 
-    outcome = drill(tmp_path / "run", see, hanging, steps=5)
+    # In this process, where no time limit can kill it.
+    outcome = drill(tmp_path / "run", see, Reward("hanging", hanging, in_process=True), steps=5)
     outcome.assert_done(5)
     (said, *_) = [text for text in outcome.messages if "reward functions (hanging)" in text]
     assert "The learner is at: waiting for a batch" in said and re.search(r"prompt \d+ \(not seen in the engine", said)
