@@ -174,6 +174,39 @@ def parity(
 
 
 @app.command()
+def race(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", help="As for run; run_dir names the race's directory."),
+    ] = None,
+    budget: Annotated[float, typer.Option(min=1.0, help="FLOPs of each cell.")] = 1e13,
+    cells: Annotated[int, typer.Option(min=4, help="Cells of each reward system.")] = 6,
+    rewards: Annotated[
+        list[str] | None, typer.Option(metavar="REWARDS", help="A reward system, as the key rewards; may be repeated.")
+    ] = None,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2", help="Values of a key; may be repeated. Default: updates per rollout."),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean answer that the plan assumes; default: the longest.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RACE", help="Continue this race.")] = None,
+) -> None:
+    """Run a pilot grid at equal FLOPs, and name the regime of the update fraction in which a score is best."""
+
+    def start() -> int:
+        from trtl_rl.cli.race import RaceOptions
+        from trtl_rl.cli.race import race as begin
+
+        options = RaceOptions(budget, cells, tuple(rewards or []), tuple(axis or []), answer_tokens, yes)
+        return begin(list(settings or []), options, resume)
+
+    raise typer.Exit(_guard(start))
+
+
+@app.command()
 def env() -> None:
     """Print versions and the machine, for bug reports."""
     from trtl_rl.cli.env import env as show

@@ -15,7 +15,7 @@ from trtl_rl.trainer.trainer import Trainer
 
 def run(settings: list[str], resume: Path | None) -> int:
     """Train as ``settings`` say: an optional file, then ``key=value``. Returns the exit code."""
-    config = _configuration(settings, resume)
+    config = configuration(settings, resume)
     trainer = Trainer(args=config, resume=resume is not None)
     from trtl_rl.cli.dashboard import Screen
 
@@ -41,7 +41,8 @@ def run(settings: list[str], resume: Path | None) -> int:
     return 130 if result.status == "interrupted" else 0
 
 
-def _configuration(settings: list[str], resume: Path | None) -> RunConfig:
+def configuration(settings: list[str], resume: Path | None) -> RunConfig:
+    """What the command line asks for: a file, the run that goes on, or the demo, then single keys."""
     file = None
     if settings and "=" not in settings[0]:
         file, settings = settings[0], settings[1:]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trtl_rl.config import validate_config
-from trtl_rl.config_parts import EvaluationConfig
-from trtl_rl.errors import RewardError
+from trtl_rl.config_data import EvaluationConfig
+from trtl_rl.errors import RewardError, UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.rewards.builtin import final_answer_of
@@ -94,13 +94,14 @@ def right(completions: list[str], answer: list[str]) -> list[float | None]:
     return [None if text == "21" else float(text in gold) for text, gold in zip(completions, answer, strict=True)]
 
 
-def evaluator(engine: FakeEngine, samples: int = 4, scorer: Any = right, **keys: Any) -> Evaluator:
+def evaluator(
+    engine: FakeEngine, samples: int = 4, scorer: Any = right, more: Sequence[Reward] = (), **keys: Any
+) -> Evaluator:
     golds = ["[1] 0 1", "[2] 10", "[3] 20 22"]
     prompts = [Prompt(i, 0, [i], "", {"answer": gold[4:].split()}) for i, gold in enumerate(golds)]
     fake: Any = engine
     return Evaluator(
-        "right",
-        RewardRunner([Reward("right", scorer, in_process=True)]),
+        RewardRunner([Reward("right", scorer, in_process=True), *more]),
         prompts,
         fake,
         Ledger(parameters=1, reward_system="fake"),
@@ -109,7 +110,7 @@ def evaluator(engine: FakeEngine, samples: int = 4, scorer: Any = right, **keys:
         decode=lambda ids: str(ids[0]),
         sampling=Sampling(0.7, 4),
         seed=5,
-        final_answer=lambda text: text[0],
+        final_answers={"right": lambda text: text[0]},
     )
 
 
@@ -135,6 +136,22 @@ def test_every_figure_with_its_interval_and_the_versions() -> None:
     assert made.ledger.total() == 0  # of no role
     single = evaluator(FakeEngine(), samples=1).run()
     assert not any("pass" in name or "maj" in name for name in single) and "eval/right/ci_high" in single
+
+
+def test_another_target_asks_for_other_answers_or_takes_the_first_one_s_exclusions() -> None:
+    def short(completions: list[str], **rest: Any) -> list[float]:
+        return [float(len(text) == 1) for text in completions]
+
+    engine = FakeEngine()
+    out = evaluator(engine, more=[Reward("short", short, in_process=True)]).run()
+    alone = evaluator(FakeEngine()).run()
+    assert {name: out[name] for name in alone} == alone
+    assert len(engine.requests) == 6 and out["eval/short"] == out["eval/greedy_short"] == pytest.approx(1 / 3)
+    assert out["eval/short/pass_at_4"] == pytest.approx(1 / 3)  # over all three, with the answer that "right" excluded
+    assert "eval/short/maj_at_4" not in out
+    keys = {"prompts": 3, "scorer": ["exact_match", "math_answer"], "arguments": {"x": 1}}
+    with pytest.raises(UserError, match=r"evaluation\.arguments belongs to a single evaluation\.scorer"):
+        validate_config({"evaluation": keys})
 
 
 def test_an_evaluation_that_a_refit_crossed_says_so() -> None:

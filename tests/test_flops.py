@@ -1,22 +1,24 @@
-"""FLOP accounting: the formulas against torch's counter on stock models and by hand, the ledger and the budget."""
+"""FLOP formulas against torch's counter on stock models, against what this learner and engine really run, and by hand."""
 
 from __future__ import annotations
 
-import json
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from demo import PROMPT, ask, drain, make_decoder, ready
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import bind, tiny
+from torch.utils.flop_counter import FlopCounterMode
 
-from trtl_rl.config_parts import BudgetConfig
 from trtl_rl.errors import UserError
-from trtl_rl.flops.formulas import Attention, ModelShape, decode, learning, prefill
-from trtl_rl.flops.ledger import ROLES, WASTES, Budget, Ledger
+from trtl_rl.flops import formulas
+from trtl_rl.flops.devices import Device, device_named
+from trtl_rl.flops.formulas import Attention, ModelShape, decode, forward, learning, prefill, recompute, rollout
+from trtl_rl.flops.precision import Fp8Products
+from trtl_rl.kernels.autograd import head_is_recomputed
 
 SMALL = ModelShape(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocab=10)
 SIZES: dict[str, Any] = dict(
@@ -30,13 +32,10 @@ SIZES: dict[str, Any] = dict(
     use_cache=True,
     attn_implementation="eager",
 )
+STOCK = ["Qwen2", "Qwen3", "Llama"]
 
 
-def new_ledger() -> Ledger:
-    return Ledger(parameters=7, reward_system="exact_match", evaluation_target="held-out exact match")
-
-
-# --- formulas, by hand -----------------------------------------------------------------------------------------------
+# --- by hand ---------------------------------------------------------------------------------------------------------
 # Linears: q 4·4, k 4·2, v 4·2, o 4·4, three of 4·8 = 144. Head: 4·10 = 40. Attention: 4·heads·head_dim = 16 a pair.
 
 
@@ -52,11 +51,45 @@ def test_decode_counts_a_forward_for_the_last_token() -> None:
     assert decode(SMALL, 3, 0) == 0  # a cancelled sample
 
 
-def test_learning_computes_the_head_at_prompt_positions() -> None:
-    forward = 2 * 144 * 5 + 16 * (1 + 2 + 3 + 4 + 5)
-    assert learning(SMALL, 3, 2) == 3 * (forward + 2 * 40 * 2) == 5520
-    assert learning(SMALL, 3, 2, recompute=True) == 5520 + forward
-    assert learning(SMALL, 3, 2, attention="full") == 3 * (2 * 144 * 5 + 16 * 25 + 2 * 40 * 2)
+def test_a_group_shares_its_prompt_s_last_token_or_pays_for_the_prompt_again() -> None:
+    # two prompt tokens once; then from position 2 on: two forwards of the first sample, one of the second
+    once = 2 * 144 * 2 + 16 * (1 + 2)
+    token = 2 * 144 + 2 * 40
+    assert rollout(SMALL, 3, [2, 1]) == once + 3 * token + 16 * (3 + 4 + 3) == 1888
+    assert rollout(SMALL, 3, [2]) == prefill(SMALL, 3) + decode(SMALL, 3, 2)
+    # a prefill that was given up after one token, and done again; one that was in a cache
+    assert rollout(SMALL, 3, [2, 1], prefills=[1, 2]) == 1888 + 2 * 144 + 16
+    assert rollout(SMALL, 3, [2, 1], prefills=[]) == 1888 - once
+    assert rollout(SMALL, 1, [1]) == token + 16  # a prompt of one token has nothing to prefill
+
+
+def test_learning_computes_the_head_at_prompt_positions_or_feeds_the_last_token() -> None:
+    once = 2 * 144 * 4 + 16 * (1 + 2 + 3 + 4)
+    assert learning(SMALL, 3, 2) == 3 * (once + 2 * 40 * 2) == 4416
+    assert learning(SMALL, 3, 2, attention="full") == 3 * (2 * 144 * 4 + 16 * 16 + 2 * 40 * 2)
+    assert forward(SMALL, 3, 2) == once + 2 * 40 * 2 == rollout(SMALL, 3, [2])
+
+
+def test_recomputation_is_left_out() -> None:
+    attention = 16 * (1 + 2 + 3 + 4)
+    assert recompute(SMALL, 3, 2) == attention * 3 // 2
+    assert recompute(SMALL, 3, 2, checkpointing=True) == attention * 3 // 2 + 2 * 144 * 4 + attention
+    assert recompute(SMALL, 3, 2, head_again=True) == attention * 3 // 2 + 2 * 40 * 2
+
+
+def test_adapters_train_the_frozen_weights_too() -> None:
+    shape = ModelShape(1, 4, 2, 1, 2, 8, 10, lora_down=12, lora_up=20)
+    attention = 16 * (1 + 2 + 3 + 4)
+    # 4N·T + 6·N_lora·T + three times attention, and the head forward and for its input
+    assert learning(shape, 3, 2) == (4 * 144 + 6 * 32) * 4 + 3 * attention + 4 * 40 * 2
+    assert recompute(shape, 3, 2) == attention * 3 // 2 + 2 * 12 * 4
+    assert decode(shape, 3, 2) == decode(SMALL, 3, 2) + 2 * 32
+
+
+def test_critic_and_reward_model_have_a_vocabulary() -> None:
+    assert formulas.critic(SMALL, 3, 2) == 3 * (2 * 144 * 4 + 16 * 10 + 2 * 4 * 2)
+    assert formulas.reward_model(SMALL, 5) == 2 * 144 * 5 + 16 * 15 + 2 * 4 * 5
+    assert formulas.reward_model(SMALL, 5, outputs=2, scored=1) == 2 * 144 * 5 + 16 * 15 + 2 * 4 * 2
 
 
 shapes = st.builds(ModelShape, *[st.integers(1, 9) for _ in range(7)])
@@ -72,32 +105,30 @@ def test_decode_in_two_parts_costs_something_else(shape: ModelShape, start: int,
 
 @settings(max_examples=50, deadline=None)
 @given(shapes, st.integers(1, 20), st.integers(1, 20))
-def test_decoding_costs_less_than_one_forward_over_the_same_tokens(shape: ModelShape, start: int, new: int) -> None:
-    extra_heads = 2 * shape.head_parameters * (new - 1)
-    generated = prefill(shape, start) + decode(shape, start, new)
-    assert generated == prefill(shape, start + new - 1) + extra_heads  # a KV cache saves no FLOPs of attention
-    forward = generated - 2 * shape.head_parameters * new
-    # one update of a rollout that shares nothing costs nearly three times its search
-    assert learning(shape, start, new) >= 3 * (forward + 2 * shape.head_parameters * new)
+def test_a_cache_saves_flops_of_attention(shape: ModelShape, prompt: int, answer: int) -> None:
+    generated = prefill(shape, prompt) + decode(shape, prompt, answer)
+    assert generated == forward(shape, prompt, answer) == rollout(shape, prompt, [answer])
+    assert learning(shape, prompt, answer) == 3 * generated  # so rho is 3/4 where nothing is shared or recomputed
 
 
-# --- formulas, against torch's counter on stock models ---------------------------------------------------------------
+# --- against torch's counter on stock models -------------------------------------------------------------------------
 
 
-def stock_model(name: str) -> tuple[Any, ModelShape]:
+def stock_model(name: str, kind: str = "ForCausalLM", **over: Any) -> tuple[Any, ModelShape]:
     transformers = pytest.importorskip("transformers")
     # Qwen3 and Llama: heads · head_dim differs from hidden, and the head is tied
-    extra = {"Qwen2": {}, "Qwen3": {"head_dim": 8, "tie_word_embeddings": True}, "Llama": {"head_dim": 6}}[name]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **extra)
-    return getattr(transformers, f"{name}ForCausalLM")(config), ModelShape.from_hf_config(config)
+    extra: dict[str, Any] = {"Qwen3": {"head_dim": 8, "tie_word_embeddings": True}, "Llama": {"head_dim": 6}}.get(
+        name, {}
+    )
+    config = getattr(transformers, f"{name}Config")(**SIZES, **extra, **over)
+    model = getattr(transformers, f"{name}{kind}")(config)
+    return model, ModelShape.from_hf_config(config)
 
 
-def counted(work: Callable[[], Any]) -> int:
+def counted(work: Callable[[], Any], custom: dict[Any, Any] | None = None) -> int:
     """What torch's counter sees in ``work()``, without the rotary embedding's angles: some releases of transformers
     write them as a matrix product of inner size 1."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=custom)
     with counter:
         work()
     by_module = counter.get_flop_counts()
@@ -105,47 +136,85 @@ def counted(work: Callable[[], Any]) -> int:
     return int(counter.get_total_flops() - angles)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama"])
-def test_search_flops_differ_from_a_stock_model(name: str) -> None:
-    import torch
-
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_search_flops_differ_from_a_stock_model(name: str, adapted: bool) -> None:
     model, shape = stock_model(name)
+    if adapted:
+        model, shape = with_adapters(model)
     prompt, new = 7, 5
     ids = torch.arange(prompt)[None]
-    assert prefill(shape, prompt, attention="full") == counted(lambda: model(ids, logits_to_keep=1))
+    assert prefill(shape, prompt, attention="full") == counted(lambda: model(input_ids=ids, logits_to_keep=1))
 
     def generate() -> None:
-        answer = model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        answer = model.generate(input_ids=ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
         assert answer.shape == (1, prompt + new)
 
     assert prefill(shape, prompt, attention="full") + decode(shape, prompt, new) == counted(generate)
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_learning_flops_differ_from_a_stock_model(name: str, recompute: bool) -> None:
-    import torch
+def with_adapters(model: Any) -> tuple[Any, ModelShape]:
+    """LoRA of rank 3 around every linear of the layers."""
+    peft = pytest.importorskip("peft")
+    roles = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=roles, lora_dropout=0.0))
+    return wrapped, ModelShape.from_model(wrapped)
 
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_learning_flops_differ_from_a_stock_model(name: str, checkpointing: bool, adapted: bool) -> None:
     model, shape = stock_model(name)
-    if recompute:  # the reentrant form runs whole layers again; the other one stops before a layer's last product
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-        model.enable_input_require_grads()
+    stock = model
+    if adapted:
+        model, shape = with_adapters(model)
+    if checkpointing:  # the reentrant form runs whole layers again; the other one stops before a layer's last product
+        stock.train()
+        stock.gradient_checkpointing_enable({"use_reentrant": True})
+    if checkpointing or adapted:
+        stock.enable_input_require_grads()
     prompt, answer = 7, 5
-    ids = torch.arange(prompt + answer)[None]
+    ids = torch.arange(prompt + answer - 1)[None]
     predicting = torch.arange(prompt - 1, prompt + answer - 1)
 
-    def forward() -> Any:
-        return model(ids, logits_to_keep=predicting, use_cache=False).logits
+    def once() -> Any:
+        return model(input_ids=ids, logits_to_keep=predicting, use_cache=False).logits
 
     def both() -> None:
-        forward().sum().backward()
+        once().sum().backward()
 
-    if not recompute:
-        full = learning(shape, prompt, answer, attention="full")
-        assert full == 3 * counted(forward)
-    assert learning(shape, prompt, answer, recompute=recompute, attention="full") == counted(both)
+    again = formulas.layers(shape, prompt + answer - 1, attention="full") if checkpointing else 0
+    assert forward(shape, prompt, answer, attention="full") == counted(once)
+    assert learning(shape, prompt, answer, attention="full") + again == counted(both)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}),
+        ("Qwen2Moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 8,
+                      "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]}),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)  # fmt: skip
+def test_experts_that_a_token_does_not_pass_are_counted(name: str, sizes: dict[str, Any]) -> None:
+    model, shape = stock_model(name, experts_implementation="eager", **sizes)
+    assert counted(lambda: model(torch.arange(9)[None], logits_to_keep=1)) == prefill(shape, 9, attention="full")
+    # by another way than the shape's: all parameters that are no embedding, head, norm or bias, less the skipped experts
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n and "lm_head" not in n
+    )
+    assert shape.linear_parameters == weights - shape.inactive_parameters and shape.inactive_parameters > 0
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_reward_model_is_counted_without_its_score(name: str) -> None:
+    model, shape = stock_model(name, "ForSequenceClassification", num_labels=3, pad_token_id=0)
+    ids = torch.arange(1, 12)[None]
+    expected = formulas.reward_model(shape, 11, outputs=3, attention="full")
+    assert expected == counted(lambda: model(input_ids=ids))
 
 
 def test_causal_and_full_attention_are_mixed_up() -> None:
@@ -154,6 +223,134 @@ def test_causal_and_full_attention_are_mixed_up() -> None:
         return (prefill(SMALL, 100, attention=attention) - linears) // 16
 
     assert pairs("full") == 100 * 100 and pairs("causal") == 100 * 101 // 2
+
+
+# --- against what learner and engine really run -----------------------------------------------------------------------
+
+
+def products(x: Any, w: Any, *rest: Any, **kwargs: Any) -> int:
+    return 2 * int(x[0]) * int(x[1]) * int(w[0])
+
+
+CUSTOM = {torch.ops.mkldnn._linear_pointwise: products}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_learner_runs_products_that_are_not_counted(adapted: bool, checkpointing: bool) -> None:
+    """Its linears and adapters, whose rows fill their tiles exactly. Attention is no matrix product in its forward pass; in
+    backward the fused operator runs forward and backward once a layer."""
+    model = tiny("qwen3")
+    if adapted:
+        model, shape = with_adapters(model)
+    decoder = bind(model) if not adapted else bind_adapted(model)
+    shape = ModelShape.from_model(model)
+    decoder.gradient_checkpointing = checkpointing
+    lengths = [64, 64]
+    sequences = [[1 + i % 7 for i in range(n + 1)] for n in lengths]
+
+    def both() -> None:
+        decoder.forward(sequences, lengths, 1.0)[0].sum().backward()
+
+    fused: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attention" in func.__name__:
+                fused.append("backward" if "backward" in func.__name__ else "forward")
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        seen = counted(both, CUSTOM)
+    tokens = sum(lengths)
+    linears = 2 * (shape.linear_parameters + shape.lora_parameters) * tokens
+    attention = sum(formulas.layers(shape, n) for n in lengths) - linears
+    expected = sum(learning(shape, 1, n) + recompute(shape, 1, n, checkpointing=checkpointing) for n in lengths)
+    # forward once or twice, and 7 products of attention's backward for the 2 of its forward
+    assert seen == expected - attention * (1 + checkpointing) - attention * 7 // 2
+    assert fused.count("forward") == fused.count("backward") == shape.layers
+
+
+def bind_adapted(model: Any) -> Any:
+    from models import CONTEXT
+
+    from trtl_rl.kernels.kernel_set import KernelSet
+    from trtl_rl.model.bind import TrainableDecoder
+    from trtl_rl.recipe.recipe import Recipe
+
+    Recipe.load("none").apply(model.get_base_model())
+    decoder = TrainableDecoder(model, KernelSet(False, backward=True), CONTEXT)
+    decoder.refresh(0)
+    return decoder
+
+
+def test_a_head_of_more_logits_than_are_kept_is_counted_once() -> None:
+    assert not head_is_recomputed(1024, 16)
+    assert not head_is_recomputed(128, 150_000) and head_is_recomputed(256, 150_000)
+
+
+def test_the_engine_prefills_more_or_less_than_is_counted() -> None:
+    decoder = make_decoder()
+    engine = ready(decoder, slots=8)
+    engine.submit([ask(1, samples=3), ask(2, ids=PROMPT[:1], samples=2)])
+    done = drain(engine)
+    prefills = {id: [n for c in done if c.request_id == id for n in c.prefills] for id in (1, 2)}
+    assert prefills == {1: [len(PROMPT) - 1], 2: []}  # once for all samples; one token needs none
+
+
+def test_a_prompt_that_begins_again_after_a_refit_or_is_cancelled_is_counted_once() -> None:
+    from demo import load
+
+    decoder = make_decoder(context=512)
+    engine = ready(decoder, slots=2, context=512)
+    long = [3 + i % 10 for i in range(450)]
+    engine.submit([ask(1, samples=1, new=4), ask(2, ids=long, new=4)])
+    engine.step()  # both prompts are computed in this step
+    engine.submit([ask(3, ids=long, new=4)])
+    decoder.refresh(1)
+    load(engine, decoder)  # neither has drawn a token: both begin again
+    done = {c.request_id: c for c in drain(engine)}
+    assert done[1].prefills == [len(PROMPT) - 1] * 2 and done[2].prefills == [449] * 2 and done[3].prefills == [449]
+    engine.submit([ask(4, ids=long, new=4)])
+    engine.step()
+    engine.cancel([4])
+    (cancelled,) = engine.poll(0)
+    assert (cancelled.finish_reason, cancelled.prefills) == ("cancelled", [449])
+    engine.submit([ask(5, ids=long, new=4)])
+    engine.step()
+    decoder.refresh(2)
+    load(engine, decoder)
+    engine.cancel([5])  # it waits again
+    (cancelled,) = engine.poll(0)
+    assert (cancelled.ids, cancelled.prefills) == ([], [449])
+
+
+# --- precision and devices -------------------------------------------------------------------------------------------
+
+
+def test_products_with_one_operand_in_fp8_count_as_fp8() -> None:
+    decoder = make_decoder("fp8_block")
+    shape = ModelShape.from_model(decoder.model)
+    fp8 = Fp8Products.of(decoder.description.coverage)
+    assert fp8 == Fp8Products(*[shape.linear_parameters] * 3)  # the bundled recipe leaves the head out
+    assert fp8.forward_flops(5, 2) + fp8.backward_flops(5, 2) == 6 * shape.linear_parameters * 5
+    assert Fp8Products.of(decoder.description.coverage, frozen=True).wgrad == 0
+    assert Fp8Products.of(make_decoder("none").description.coverage) == Fp8Products()
+
+
+def test_an_unknown_device_gets_a_peak() -> None:
+    for name in (
+        "CPU",
+        "NVIDIA H800",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090",
+        "AMD Instinct MI300X",
+    ):
+        assert device_named(name).bf16 is None and device_named(name).ideal_seconds(10, 5) is None
+    h200, a100 = device_named("NVIDIA H200"), device_named("NVIDIA A100-SXM4-80GB")
+    assert (h200.bf16, h200.fp8, a100.fp8) == (989.5e12, 1979e12, None)
+    assert Device("x", 10.0, 20.0).ideal_seconds(100, 60) == 40 / 10 + 60 / 20
+    assert Device("x", 10.0).ideal_seconds(100, 60) == 10.0
 
 
 class FakeConfig:
@@ -172,176 +369,3 @@ def test_other_architecture_is_counted_with_wrong_sizes() -> None:
     fields = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
     with pytest.raises(UserError, match="intermediate_size=None"):
         ModelShape.from_hf_config(FakeConfig(**fields))
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns so often that a missing lock shows."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
-# --- the ledger ------------------------------------------------------------------------------------------------------
-
-
-def test_waste_or_evaluation_becomes_a_fourth_addend() -> None:
-    ledger = new_ledger()
-    ledger.add("search", 30)
-    ledger.add("learning", 60)
-    ledger.add("feedback", 10)
-    ledger.waste("stale", 20)
-    ledger.apart("evaluation", 1000, seconds=2.0)
-    metrics = ledger.step_metrics()
-    assert metrics["flops/total"] == 100 == ledger.total()
-    assert metrics["flops/update_fraction"] == 0.6 == ledger.update_fraction()
-    assert {name: metrics[f"flops/wasted/{name}"] for name in WASTES} == dict.fromkeys(WASTES, 0) | {"stale": 20}
-    assert Budget(BudgetConfig(flops=101), 9).reached(ledger, 0, 0.0, 0) is None
-
-
-def test_step_counters_run_on_into_the_next_step() -> None:
-    ledger = new_ledger()
-    ledger.add("search", 10)
-    ledger.waste("failed", 3)
-    ledger.step_metrics()
-    ledger.add("learning", 30)
-    metrics = ledger.step_metrics()
-    assert {role: metrics[f"flops/{role}"] for role in ROLES} == {"search": 0, "learning": 30, "feedback": 0}
-    assert metrics["flops/total"] == 30 and metrics["flops/wasted/failed"] == 0
-    assert metrics["flops/cumulative/search"] == 10 and metrics["flops/cumulative/total"] == 40
-    assert metrics["flops/update_fraction"] == 0.75  # of the run, not of the step
-
-
-def test_update_fraction_of_nothing_divides_by_zero() -> None:
-    assert "flops/update_fraction" not in new_ledger().step_metrics()
-    assert new_ledger().update_fraction() is None
-
-
-def test_adds_from_several_threads_are_lost(switching: None) -> None:
-    ledger = new_ledger()
-    seen: list[dict[str, float]] = []
-    done = threading.Event()
-
-    def work() -> None:
-        for _ in range(5000):
-            ledger.add("search", 1, seconds=1.0)
-            ledger.add("feedback", 2)
-            ledger.waste("cancelled", 1)
-
-    def reap() -> None:
-        while not done.is_set():
-            seen.append(ledger.step_metrics())
-
-    reader = threading.Thread(target=reap)
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for thread in [reader, *workers]:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    done.set()
-    reader.join()
-    seen.append(ledger.step_metrics())
-    # every add is in exactly one step
-    assert sum(step["flops/total"] for step in seen) == ledger.total() == 60_000
-    assert sum(step["flops/wasted/cancelled"] for step in seen) == 20_000
-    assert ledger.report()["seconds"]["search"] == 20_000.0
-    assert ledger.report()["wasted"]["cancelled"] == 20_000
-
-
-def test_large_counts_are_rounded() -> None:
-    ledger = new_ledger()
-    ledger.add("learning", 2**70)
-    ledger.add("learning", 1)
-    state = json.loads(json.dumps(ledger.state_dict()))
-    resumed = new_ledger()
-    resumed.load_state_dict(state)
-    assert resumed.total() == 2**70 + 1
-
-
-def test_resume_forgets_part_of_the_ledger() -> None:
-    ledger = new_ledger()
-    ledger.add("search", 10, seconds=0.5)
-    ledger.step_metrics()
-    ledger.add("feedback", 4, seconds=0.25)  # of a step that is still open
-    ledger.waste("zero_signal", 2)
-    ledger.apart("warm_up", 5, seconds=1.5)
-    state = ledger.state_dict()
-    resumed = new_ledger()
-    resumed.load_state_dict(json.loads(json.dumps(state)))
-    assert resumed.report() == ledger.report()
-    assert resumed.step_metrics() == ledger.step_metrics()
-    other = new_ledger()
-    other.load_state_dict(state)
-    other.apart("warm_up", 1)
-    assert state["apart_flops"]["warm_up"] == 5  # nothing is shared
-
-
-def test_ledger_of_another_version_is_half_loaded() -> None:
-    ledger = new_ledger()
-    ledger.add("search", 3)
-    state = ledger.state_dict()
-    del state["flops"]["feedback"]
-    fresh = new_ledger()
-    for wrong in ({}, {**ledger.state_dict(), "format": 0}, state, {**ledger.state_dict(), "wasted": None}):
-        with pytest.raises(UserError, match="another version"):
-            fresh.load_state_dict(wrong)
-    assert fresh.total() == 0
-
-
-def test_ledger_file_does_not_say_what_it_counts(tmp_path: Path) -> None:
-    ledger = new_ledger()
-    ledger.add("learning", 3, seconds=1.0)
-    ledger.add("search", 1)
-    ledger.apart("evaluation", 9, seconds=2.0)
-    path = tmp_path / "ledger.json"
-    path.write_text("old")
-    ledger.write(path)
-    found = json.loads(path.read_text())
-    assert found["flops"] == {"search": 1, "learning": 3, "feedback": 0, "total": 4}
-    assert found["update_fraction"] == 0.75
-    assert found["apart"] == {"evaluation": {"flops": 9, "seconds": 2.0}}
-    assert (found["model_parameters"], found["reward_system"]) == (7, "exact_match")
-    assert found["evaluation_target"] == "held-out exact match" and "multiply-add is 2" in found["conventions"]
-    assert [item.name for item in tmp_path.iterdir()] == ["ledger.json"]
-
-
-def test_kill_while_writing_tears_the_ledger_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ledger.json"
-    new_ledger().write(path)
-    whole = path.read_text()
-
-    def killed(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.fsync", killed)
-    ledger = new_ledger()
-    ledger.add("search", 1)
-    with pytest.raises(KeyboardInterrupt):
-        ledger.write(path)
-    assert path.read_text() == whole
-
-
-# --- the budget ------------------------------------------------------------------------------------------------------
-
-
-def test_budget_ends_late_or_names_another_limit() -> None:
-    ledger = new_ledger()
-    ledger.add("search", 99)
-    budget = Budget(BudgetConfig(flops=100, tokens=50, seconds=10), steps=4)
-    assert budget.reached(ledger, 49, 9.9, 3) is None
-    assert budget.fraction(ledger, 0, 0.0, 0) == 0.99
-    assert budget.fraction(ledger, 0, 0.0, 5) == 1.25
-    assert budget.reached(ledger, 49, 9.9, 4) == "steps"
-    assert budget.reached(ledger, 50, 9.9, 3) == "budget.tokens"
-    assert budget.reached(ledger, 49, 10.0, 3) == "budget.seconds"
-    ledger.add("feedback", 1)
-    assert budget.reached(ledger, 49, 9.9, 3) == "budget.flops"
-
-
-def test_limit_that_is_not_set_ends_the_run() -> None:
-    ledger = new_ledger()
-    ledger.add("learning", 10**30)
-    budget = Budget(BudgetConfig(), steps=10)
-    assert budget.reached(ledger, 10**12, 1e9, 9) is None
-    assert budget.fraction(ledger, 10**12, 1e9, 5) == 0.5

@@ -154,10 +154,14 @@ def test_passes_beside_the_update_are_not_counted() -> None:
     decoder = make_decoder()
     shape = ModelShape.from_hf_config(decoder.model.config)
     answers = [20, 3, 9, 1, 17]
-    trained = sum(formulas.learning(shape, 6, n) for n in answers)
+
+    def learning(tokens: int) -> int:
+        return formulas.learning(shape, 6, tokens) + formulas.recompute(shape, 6, tokens)
+
+    trained = sum(map(learning, answers))
     forward = sum(formulas.forward(shape, 6, n) for n in answers)
     silent = [12, 12]  # trained on where a term beside the objective acts
-    more = sum(formulas.learning(shape, 6, n) for n in silent)
+    more = sum(map(learning, silent))
     with_kl = trained + more + forward + sum(formulas.forward(shape, 6, n) for n in silent)
     for config, expected in (
         (LossConfig(), trained),
@@ -166,7 +170,28 @@ def test_passes_beside_the_update_are_not_counted() -> None:
         (LossConfig(entropy_coefficient=0.1), trained + more),
         (LossConfig(kl_coefficient=0.1), with_kl),
     ):
-        assert learner(config, decoder, KeepsGradients).update(GROUPS, 0).flops == expected, config
+        once = learner(config, decoder, KeepsGradients).update(GROUPS, 0)
+        assert once.flops == expected, config
+        # Two updates of one batch have these passes in common, and nothing else.
+        twice = learner(config, decoder, KeepsGradients).train(GROUPS, 0, 2)
+        passes = forward * (config.behaviour == "recomputed")
+        if config.kl_coefficient:
+            passes = with_kl - trained - more
+        assert twice.flops == 2 * expected - passes and twice.tokens == 2 * once.tokens
+
+
+def test_a_second_update_on_a_batch_takes_its_ratio_to_itself() -> None:
+    config = LossConfig(name="grpo", behaviour="recomputed", kl_coefficient=0.1)
+    made = learner(config, make_decoder(), micro_batch_tokens=1)
+    recorded = Recorded(made)
+    made.train(GROUPS, 0, 2)
+    first, second = recorded.given[:3], recorded.given[3:]
+    assert len(second) == 3
+    for before, after in zip(first, second, strict=True):
+        old, reference = after.old_logprobs, after.reference_logprobs
+        assert old is not None and before.old_logprobs is not None and reference is not None
+        assert torch.equal(old, before.old_logprobs) and torch.equal(reference, old)
+        assert not torch.equal(old, after.logprobs.detach())
 
 
 def test_reference_moves_with_the_policy() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.rewards.builtin import FormatMatch, LengthPenalty, exact_match
 from trtl_rl.rewards.loading import check_columns, load_rewards

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.model.source import find_model
 from trtl_rl.rewards.http import HttpReward
@@ -141,12 +141,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_reward_model_gives_the_logits_of_transformers_and_its_flops(classifier: Path) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_reward_model_gives_the_logits_of_transformers_and_its_flops(
+    classifier: Path, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     prompt = Prompt(0, 0, [1], "1+2=", {})
     texts = ["3", "1234567", "33"]
+    if not known:
+        monkeypatch.setattr("trtl_rl.rewards.reward_model._KNOWN", ())
     reward = RewardModel(str(classifier), batch_size=2)
     runner = RewardRunner([Reward("model", reward, in_process=True)])
     batch = runner.score([Sample((0, i), prompt, text, []) for i, text in enumerate(texts)])
@@ -160,9 +165,12 @@ def test_a_reward_model_gives_the_logits_of_transformers_and_its_flops(classifie
         with torch.inference_mode():
             assert value == pytest.approx(model(**ids).logits.item(), abs=1e-5)  # padded batches round otherwise
     # Two layers with 4·16·16 weights of attention and 3·16·32 of feed-forward, and one label at every position.
-    tokens = 2 * max(lengths[:2]) + lengths[2]
+    if known:
+        tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    else:  # what torch runs: padded, and without regard to the mask
+        tokens = 2 * max(lengths[:2]) + lengths[2]
+        pairs = 2 * max(lengths[:2]) ** 2 + lengths[2] ** 2
     linears = 2 * tokens * (2 * (4 * 16 * 16 + 3 * 16 * 32) + 16)
-    pairs = 2 * max(lengths[:2]) ** 2 + lengths[2] ** 2
     assert batch.flops == linears + 4 * 2 * 16 * pairs
     assert reward.take_flops() == 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trtl_rl.config import validate_config
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.rewards import process as process_module
 from trtl_rl.rewards.loading import check_columns, given_rewards, load_rewards
@@ -59,6 +59,17 @@ class Judge:
 
     def take_flops(self):
         return 1000 * self.calls
+
+class Spender:
+    __name__ = "spender"
+
+    def __call__(self, completions, base):
+        return [base] * len(completions)
+
+    def take_flops(self):
+        return 7
+
+spender = Spender()
 
 async def patient(completions):
     if completions[0] == "block":
@@ -125,6 +136,15 @@ def test_a_call_that_hangs_is_killed_and_its_late_answer_meets_no_other_call(
     assert runner.take_faults() == {"rewards/Judge/failed/timeout": 2}
     assert runner.take_faults() == {}
     assert batches[0].flops == 1000 and batches[1].flops == 0
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_reward_with_arguments_spends_nothing(
+    file: Path, make: Callable[..., RewardRunner], in_process: bool
+) -> None:
+    config = RewardConfig(name=f"{file}:spender", arguments={"base": 2.0}, in_process=in_process)
+    batch = make(load_rewards([config])).score(samples("a", "b"))
+    assert batch.total == [2.0, 2.0] and batch.flops == 7
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trtl_rl.rewards.reward import Reward
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Prompt, Request, Sampling
 from trtl_rl.trainer import signs
+from trtl_rl.trainer.rollout_state import Cost
 from trtl_rl.trainer.rollouts import DISCARD_LIMIT, RolloutWorker
 from trtl_rl.trainer.signs import Signs
 
@@ -340,6 +341,35 @@ def test_work_that_dies_with_its_engine_is_counted_and_done_again_in_order() -> 
     report = rollouts.ledger.report()
     assert report["wasted"]["engine_death"] == expected
     assert report["flops"]["search"] >= 6 * formulas.rollout(SHAPE, 2, [1, 1, 1]) + expected
+
+
+def test_an_attempt_that_is_lost_pays_no_prefill_or_one_that_was_told_pays_it_twice() -> None:
+    prompt = Prompt(0, 0, list(range(9)), "")
+
+    def done(ids: list[int], *prefills: int) -> Completion:
+        return Completion(0, 0, ids, "stop", 0, 0, prefills=list(prefills))
+
+    answers = [done([1, 2], 8), done([1])]
+    assert Cost.of(prompt, answers, [4]) == Cost(9, [2, 1, 4], [8])
+    assert Cost.of(prompt, [done([1, 2]), done([1], 3, 8)]).prefills == [3, 8]
+    assert Cost.of(prompt, [done([1, 2])]).prefills == [8]  # an engine that does not tell
+    assert Cost.of(prompt, [], [0, 0]).prefills == [8]  # it has begun
+    assert Cost.of(prompt, [done([])]).prefills == [] == Cost.of(prompt, []).prefills  # it has not
+    assert Cost.of(prompt, [done([], 5)]).flops(SHAPE) == formulas.layers(SHAPE, 5)
+
+
+def test_an_answer_that_is_left_out_is_wasted_twice() -> None:
+    def without_the_last(completion_ids: list[list[int]], **rest: Any) -> list[float | None]:
+        return [None if ids[0] == 2 else 1.0 for ids in completion_ids]
+
+    buffer = GroupBuffer(1, 0)
+    rollouts = worker(buffer, FakeEngine(), without_the_last)
+    rollouts.start()
+    (group,) = buffer.take(30) or []
+    rollouts.stop()
+    one = formulas.rollout(SHAPE, 2, [1], [])
+    assert rollouts.ledger.report()["wasted"]["failed"] == one
+    assert rollouts.unwasted_flops(group) == formulas.rollout(SHAPE, 2, [1, 1]) == rollouts.search_flops(group) - one
 
 
 def test_a_group_with_an_answer_that_the_engine_cancelled_is_never_trained_on() -> None:

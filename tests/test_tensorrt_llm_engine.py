@@ -140,6 +140,8 @@ def test_completions_have_their_lengths_reasons_and_versions(start: Start, decod
         assert (item.ids[-1] == 1) == (item.finish_reason == "stop")
         assert item.finish_reason == "stop" or len(item.ids) == (6 if item.request_id == 0 else 3)
     assert len({tuple(item.ids) for item in done[:5]}) > 1, "samples of a prompt have streams of their own"
+    prefills = [item.prefills for item in done if item.sample == 0]
+    assert prefills == [[len(ask(0).ids) - 1]] * 2 and not any(item.prefills for item in done if item.sample)
     assert not engine.has_work() and engine.busy_seconds > 0
 
 
@@ -161,6 +163,9 @@ def test_a_pause_keeps_tokens_and_a_drain_begins_nothing(start: Start, decoder: 
     engine.resume()
     done = collect(engine, 3)
     assert [len(item.ids) for item in done] == [120, 120, 120]
+    prompt = len(ask(0).ids)
+    assert done[0].prefills[0] == prompt - 1 and all(tokens >= prompt - 1 for item in done for tokens in item.prefills)
+    assert len(done[0].prefills) + len(done[1].prefills) + len(done[2].prefills) <= 3, "two were interrupted at most"
 
     engine.submit([ask(1, samples=3, new=30)])
     engine.pause("finish")

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from trtl_rl.buffer import GroupBuffer
 from trtl_rl.engines.pool import Engines
 from trtl_rl.errors import UserError
+from trtl_rl.flops.devices import this_device
 from trtl_rl.flops.formulas import ModelShape
-from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.ledger import Budget, Ledger
+from trtl_rl.flops.precision import Fp8Products
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.metrics import MetricsWriter, Rewound, evaluated_steps
 from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
-from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rollout import Prompt, Sampling
 from trtl_rl.tasks.rows import evaluation_config
 from trtl_rl.tasks.stream_task import make_task
@@ -131,12 +132,15 @@ class Run:
             )
         phases.next()
 
-        shape = ModelShape.from_hf_config(model.config)
+        shape = ModelShape.from_model(model)
         parameters = sum(p.numel() for p in model.parameters())
         ledger = Ledger(
             parameters=parameters,
+            active_parameters=parameters - shape.inactive_parameters,
+            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            device=this_device(c.device),
             reward_system=", ".join(reward.name for reward in self.trainer.rewards),
-            evaluation_target=c.evaluation.scorer if c.evaluation.prompts else "none",
+            evaluation_target=", ".join(c.evaluation.scorers) if c.evaluation.prompts else "none",
         )
         # accelerate comes with these; the engine's process is starting meanwhile.
         from trtl_rl.trainer.learner import Learner
@@ -150,7 +154,7 @@ class Run:
             c.optimizer,
             shape=shape,
             temperature=c.sampling.temperature,
-            steps=c.steps,
+            steps=c.steps * c.batch.updates,
             # Before a checkpoint is loaded: a resumed run keeps to the model that the run began with.
             reference=freeze(decoder, kernels) if loss.needs_reference_logprobs else None,
         )
@@ -158,7 +162,7 @@ class Run:
             checkpoint.load(found, learner.accelerator)
             ledger.load_state_dict(saved["ledger"])
             self.state = RunState.resumed(saved["run"])
-            learner.configure_optimizer(self.state.step)
+            learner.configure_optimizer(self.state.step * c.batch.updates)
         first = self.state.step
         decoder.refresh(first)
         phases.next()
@@ -201,6 +205,7 @@ class Run:
             start=start,
             again=again,
             needs_logprobs=loss.needs_behaviour_logprobs,
+            fp8=Fp8Products.of(decoder.description.coverage),
             tell=self.metrics.message,
             on_group=self.trainer.callbacks.group,
             teaching=Teaching(c, saved["rollouts"]["recent_prompts"] if saved else None),
@@ -221,6 +226,7 @@ class Run:
             parts,
             worker,
             ledger,
+            Budget(c.budget, c.steps),
             {
                 "identity": identity,
                 "coverage": decoder.description.coverage.to_json(),
@@ -244,12 +250,11 @@ class Run:
             last.update(metrics)
             if not beside:  # whoever finds the row finds what it cost
                 saver.add_to(self.state)
-                saver.write_ledger()
+                saver.write_ledger(self.state)
             self.metrics.write("evaluation", step=step, metrics=metrics)
 
         evaluations = Evaluations(
             Evaluator(
-                c.evaluation.scorer,
                 self._scorer,
                 evaluation_prompts,
                 engine,
@@ -259,7 +264,6 @@ class Run:
                 decode=decode,
                 sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
                 seed=c.seed,
-                final_answer=final_answer_of(c.evaluation.scorer),
             ),
             lambda done, total: self.metrics.progress("evaluation", done, total, "answers"),
             told,
@@ -300,9 +304,8 @@ class Run:
         saver.save(self.state)
         if reason != "interrupted":
             evaluate(self.state.step)
-        saver.write_ledger()
         status = "interrupted" if reason == "interrupted" else "done"
-        return TrainResult(status, reason, self.state.step, run_dir, last)
+        return TrainResult(status, reason, self.state.step, run_dir, last, saver.write_ledger(self.state))
 
     def _rewind(self, record: RolloutRecord, step: int) -> Rewound:
         """Drop what was written after the checkpoint of ``step`` (-1: there is none), since it is done again."""

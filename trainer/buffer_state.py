@@ -108,14 +108,14 @@ def restore(
         assert (id, occurrence) == order.at(index), "the order of prompts is the run's"
         buffer.note_discarded(Group(index, -1, task.prompt(id, occurrence)), reason)
     if saved["made_with"] != made_with:
-        ledger.waste("cancelled", sum(worker.search_flops(group) for group in groups))
+        ledger.waste("cancelled", sum(worker.unwasted_flops(group) for group in groups))
         changed = ", ".join(key for key in made_with if made_with[key] != saved["made_with"].get(key))
         return f"{len(groups)} finished groups are generated again: {changed} changed." if groups else None
     stale = buffer.restore(groups)
     for group in stale:
         buffer.discarded["stale"] += 1
         buffer.note_discarded(group, "stale")
-        ledger.waste("stale", worker.search_flops(group))
+        ledger.waste("stale", worker.unwasted_flops(group))
     kept = len(groups) - len(stale)
     return (
         f"Of {len(groups)} finished groups {kept} are trained on, and {len(stale)} are discarded as too stale."

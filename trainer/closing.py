@@ -18,6 +18,9 @@ def closing_text(trainer: Trainer, result: TrainResult) -> str:
             f"With more steps or a larger budget it goes on: {again}"
             + (f" steps={2 * result.step}" if again.startswith("trtl-rl") and result.reason == "steps" else "")
         )
+    if len(result.budget) > 1:  # more than the number of steps was limited
+        left = ", ".join(f"{key} {part['left']:.4g} of {part['limit']:.4g}" for key, part in result.budget.items())
+        where = f"Left of the budget: {left}. {where}"
     if result.status == "interrupted":
         again = trainer.resume_by.format(run_dir=trainer.run_dir)
         return f"Interrupted after step {result.step} and saved. {where}\nGo on with: {again}"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trtl_rl.config_parts import EvaluationConfig
+from trtl_rl.config_data import EvaluationConfig
 from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import RewardError
-from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
 from trtl_rl.trainer.estimates import Estimate, estimate, majority, pass_at_k, powers_up_to
+from trtl_rl.trainer.rollout_state import Cost
 
 _CHUNK = 256  # prompts between two signs of progress
 
@@ -26,7 +27,7 @@ FinalAnswer = Callable[[str], str | None]
 
 @dataclass
 class _Answered:
-    """A prompt's answers that were scored.
+    """A prompt's answers that one scorer has scored.
 
     Attributes:
         scores, texts: One per completion; those that the scorer excluded are left out.
@@ -39,14 +40,14 @@ class _Answered:
 class Evaluator:
     """Scores a greedy answer and sampled answers of every prompt.
 
-    Metrics, with n = ``config.samples`` and NAME the scorer:
+    Metrics, with n = ``config.samples`` and NAME each scorer, all of which judge the same answers:
 
     ``eval/NAME``, ``eval/greedy_NAME``
         mean score of sampled and of greedy answers (mean@n and mean@1), over prompts
     ``eval/NAME/pass_at_k``
         k = 1, 2, 4, …, n, where n > 1: unbiased (:func:`pass_at_k`)
     ``eval/NAME/maj_at_n``
-        the majority's answer, where n > 1 and ``final_answer`` is known
+        the majority's answer, where n > 1 and the scorer is among ``final_answers``
     ``…/ci_low``, ``…/ci_high``
         95 % interval of each of these (:func:`estimate`)
     ``eval/version_first``, ``eval/version_last``
@@ -58,14 +59,13 @@ class Evaluator:
     one version that it does not have. FLOPs are counted apart from the three roles.
 
     Args:
-        name: What is measured.
+        scorer: The targets: one reward function each, with its name.
         sampling: Of the sampled answers.
-        final_answer: Finds the answer in a completion for majority votes; ``None``: no such figure.
+        final_answers: By scorer, finds the answer in a completion for majority votes; default: those of built-in scorers.
     """
 
     def __init__(
         self,
-        name: str,
         scorer: RewardRunner,
         prompts: list[Prompt],
         engine: RolloutEngine,
@@ -76,11 +76,16 @@ class Evaluator:
         decode: Callable[[list[int]], str],
         sampling: Sampling,
         seed: int,
-        final_answer: FinalAnswer | None = None,
+        final_answers: Mapping[str, FinalAnswer] | None = None,
     ) -> None:
-        self.name, self.scorer, self.prompts, self.config = name, scorer, prompts, config
+        self.scorer, self.prompts, self.config = scorer, prompts, config
         self.engine, self.ledger, self.shape, self.decode = engine, ledger, shape, decode
-        self.sampling, self.seed, self.final_answer = sampling, seed, final_answer
+        self.sampling, self.seed = sampling, seed
+        if final_answers is None:
+            names = {reward.name: reward.config.name for reward in scorer.rewards if reward.config is not None}
+            found = {name: final_answer_of(built_in) for name, built_in in names.items()}
+            final_answers = {name: find for name, find in found.items() if find is not None}
+        self.final_answers = final_answers
         self._asked = 10**9  # ids of its requests, apart from those of parity probes
 
     def run(self, progress: Progress = lambda done, total: None) -> dict[str, float]:
@@ -98,18 +103,23 @@ class Evaluator:
         versions: list[int] = []
         n = self.config.samples
         total, done = (n + 1) * len(self.prompts), 0
-        for name, sampling, samples in ((self.name, self.sampling, n), (f"greedy_{self.name}", greedy, 1)):
-            found: list[_Answered] = []
+        for sampling, samples in ((self.sampling, n), (greedy, 1)):
+            found: dict[str, list[_Answered]] = {reward.name: [] for reward in self.scorer.rewards}
             for start in range(0, len(self.prompts), _CHUNK):
                 progress(done, total)
                 chunk = self.prompts[start : start + _CHUNK]
-                found += self._answer(chunk, sampling, samples, versions)
+                for name, answered in self._answer(chunk, sampling, samples, versions).items():
+                    found[name] += [item for item in answered if item.scores]
                 done += len(chunk) * samples
-            out.update(self._figures(f"eval/{name}", [item for item in found if item.scores], samples))
+            for name, answered in found.items():
+                metric = f"eval/greedy_{name}" if sampling.greedy else f"eval/{name}"
+                out.update(self._figures(metric, answered, samples, self.final_answers.get(name)))
         progress(total, total)
         return {**out, "eval/version_first": min(versions), "eval/version_last": max(versions)}
 
-    def _figures(self, name: str, found: list[_Answered], samples: int) -> dict[str, float]:
+    def _figures(
+        self, name: str, found: list[_Answered], samples: int, final_answer: FinalAnswer | None
+    ) -> dict[str, float]:
         if not found:
             return {}
         out = _entry(name, estimate([sum(item.scores) / len(item.scores) for item in found]))
@@ -120,15 +130,18 @@ class Evaluator:
             values = [pass_at_k(len(goods), sum(goods), k) for goods in right if len(goods) >= k]
             if values:
                 out.update(_entry(f"{name}/pass_at_{k}", estimate(values)))
-        if self.final_answer is not None:
+        if final_answer is not None:
             votes = [
-                majority([self.final_answer(text) for text in item.texts], goods)
+                majority([final_answer(text) for text in item.texts], goods)
                 for item, goods in zip(found, right, strict=True)
             ]
             out.update(_entry(f"{name}/maj_at_{samples}", estimate(votes)))
         return out
 
-    def _answer(self, prompts: list[Prompt], sampling: Sampling, samples: int, versions: list[int]) -> list[_Answered]:
+    def _answer(
+        self, prompts: list[Prompt], sampling: Sampling, samples: int, versions: list[int]
+    ) -> dict[str, list[_Answered]]:
+        """Of each scorer, what it has scored of each prompt."""
         start = time.perf_counter()
         by_request: dict[int, list[Completion]] = {}
         requests = []
@@ -140,10 +153,7 @@ class Evaluator:
             by_request[completion.request_id].append(completion)
             versions += [completion.version_first, completion.version_last]
         answers = [sorted(by_request[request.id], key=lambda item: item.sample) for request in requests]
-        flops = sum(
-            formulas.rollout(self.shape, len(prompt.ids), [len(item.ids) for item in items])
-            for prompt, items in zip(prompts, answers, strict=True)
-        )
+        flops = sum(Cost.of(prompt, items).flops(self.shape) for prompt, items in zip(prompts, answers, strict=True))
         self.ledger.apart("evaluation", flops, time.perf_counter() - start)
         to_score = [
             Sample((i, item.sample), prompt, self.decode(item.ids), item.ids)
@@ -153,11 +163,12 @@ class Evaluator:
         scored = self.scorer.score(to_score)
         if scored.flops:
             self.ledger.apart("evaluation", scored.flops, scored.seconds)
-        found = [_Answered([], []) for _ in prompts]
-        for sample, score in zip(to_score, scored.total, strict=True):
-            if score is not None:
-                found[sample.id[0]].scores.append(score)
-                found[sample.id[0]].texts.append(sample.text)
+        found: dict[str, list[_Answered]] = {name: [_Answered([], []) for _ in prompts] for name in scored.components}
+        for name, scores in scored.components.items():
+            for sample, score in zip(to_score, scores, strict=True):
+                if score is not None:
+                    found[name][sample.id[0]].scores.append(score)
+                    found[name][sample.id[0]].texts.append(sample.text)
         return found
 
 

@@ -48,7 +48,7 @@ from trtl_rl.refit.sender import Sent, send
 from trtl_rl.refit.validate import BlockScaleContract
 from trtl_rl.rollout import Group
 from trtl_rl.trainer.callbacks import Callbacks
-from trtl_rl.trainer.learner import Learner
+from trtl_rl.trainer.learner import Learner, Update
 from trtl_rl.trainer.parity import ParityCheck
 from trtl_rl.trainer.rollouts import RolloutWorker
 from trtl_rl.trainer.slow_parts import SlowParts
@@ -93,6 +93,7 @@ class Loop:
         self.save, self.record, self.evaluate = save, record, evaluate
         self.contract, self.callbacks = contract, callbacks
         self.budget = Budget(config.budget, config.steps)
+        self._limited = any(vars(config.budget).values())
         self.parity = ParityCheck(config, engine, learner, ledger, worker.sampling, probes)
         self.stop = False
         self._busy, self._busy_at = engine.busy_seconds, time.perf_counter()
@@ -134,6 +135,7 @@ class Loop:
             if every and self.state.step % every == 0 and reason is None:
                 with self.watchdog.stage("evaluation"):
                     self.evaluate(self.state.step)
+                self._probed(self.buffer.counts()["in_flight"])
                 self.watchdog.step_done()
         return reason or "interrupted"
 
@@ -174,10 +176,11 @@ class Loop:
         out = Accumulator()
         taken = time.perf_counter()
         self.parts.enter("learn")
+        self._remember_sent()
         with self.watchdog.stage(f"the update of step {version}"):
-            update = self.learner.update(groups, s.step)
+            update = self._learn(groups)
         learned = time.perf_counter()
-        self.ledger.add("learning", update.flops, learned - taken)
+        self._count_learning(update, learned - taken)
         failure: Exception | None = None  # of the engine; the learner is whole, and its step is told first
         self.parts.enter("refit")
         try:
@@ -187,8 +190,14 @@ class Loop:
         s.step = version
         # Counted before the next rollouts may begin, so that the counts of a synchronous run repeat too.
         self._describe(groups, out)
+        counts = self.buffer.counts()
+        refitted = time.perf_counter()
+        busy = max(self._busy, self.engine.busy_seconds)
+        self.ledger.add("search", 0, busy - self._busy)
+        idle = max(0.0, refitted - self._busy_at - (busy - self._busy))
+        self._busy, self._busy_at = busy, refitted
         out.update(self.ledger.step_metrics())
-        out.update({f"buffer/{name}": count for name, count in self.buffer.counts().items()})
+        out.update({f"buffer/{name}": count for name, count in counts.items()})
         for counted in (
             self.worker.rewards.take_faults(),
             self.worker.teaching.take_metrics(),
@@ -196,11 +205,6 @@ class Loop:
         ):
             out.update(counted)
         tokens, rewarded = self.worker.counters.take()
-        refitted = time.perf_counter()
-        busy = max(self._busy, self.engine.busy_seconds)
-        self.ledger.add("search", 0, busy - self._busy)
-        idle = max(0.0, refitted - self._busy_at - (busy - self._busy))
-        self._busy, self._busy_at = busy, refitted
         s.tokens += tokens
         if failure is None:
             self.buffer.advance(version)
@@ -210,6 +214,7 @@ class Loop:
                     self.parity.after_refit(version, self.metrics, out)
             except (EngineError, ParityError) as error:
                 failure = error
+            self._probed(counts["in_flight"])
         self.parts.enter(None)  # what follows writes progress rows of its own
         end = time.perf_counter()
         s.seconds += end - start
@@ -230,8 +235,10 @@ class Loop:
                 **self.engine.sizes,
             }
         )
-        if any(vars(self.config.budget).values()):
+        if self._limited:
             out.update({"flops/budget_frac": self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)})
+            report = self.budget.report(self.ledger, s.tokens, s.seconds, s.step)
+            out.update({f"budget/left/{key.removeprefix('budget.')}": value["left"] for key, value in report.items()})
         self.record(s.step, groups, self.buffer.report_discarded())
         row = out.reduce()
         self.metrics.step(s.step, row, {**out.counts(), **update.counts})
@@ -240,11 +247,38 @@ class Loop:
             raise failure
         self._watch_signal(groups, update.stepped)
 
+    def _learn(self, groups: list[Group]) -> Update:
+        s, batch = self.state, self.config.batch
+        if self._limited:
+            self.learner.spent = self.budget.fraction(self.ledger, s.tokens, s.seconds, s.step)
+            self.learner.configure_optimizer(s.step * batch.updates)
+        size = batch.train_group_size
+        chosen = groups if size is None else [group.most_varied(size) for group in groups]
+        return self.learner.train(chosen, s.step, batch.updates)
+
+    def _count_learning(self, update: Update, seconds: float) -> None:
+        self.ledger.add("learning", update.flops, seconds, fp8=update.fp8, recomputed=update.recomputed)
+        self.ledger.count_tokens(trained=update.tokens)
+        self.ledger.apart("padding", update.padding)
+        self.ledger.waste("failed", update.wasted)
+
+    def _remember_sent(self) -> None:
+        """Before the first update: the engine began with the learner's first version."""
+        if self._sent is None:
+            decoder = self.learner.decoder
+            coverage = decoder.description.coverage.digest
+            self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
+
+    def _probed(self, in_flight: int) -> None:
+        """The engine's time for probes and evaluations is apart from search, where it did nothing else meanwhile."""
+        if not in_flight:
+            busy = max(self._busy, self.engine.busy_seconds)
+            self._busy_at += busy - self._busy  # nor did it wait meanwhile
+            self._busy = busy
+
     def _refit(self, version: int, out: Accumulator) -> None:
         decoder = self.learner.decoder
         coverage = decoder.description.coverage.digest
-        if self._sent is None:  # the engine began with the learner's first version
-            self._sent = Sent(decoder.snapshot, Manifest.of(decoder.snapshot, decoder.weights.version, coverage))
         start = time.perf_counter()
         with self.watchdog.stage("refit: quantise"):
             tensors = decoder.refresh(version)
@@ -308,7 +342,7 @@ class Loop:
                 out.add("completions/mean_length", len(completion.ids))
                 out.add("completions/clipped_ratio", completion.finish_reason == "length")
             if not group.has_signal():
-                self.ledger.waste("zero_signal", self.worker.search_flops(group))
+                self.ledger.waste("zero_signal", self.worker.unwasted_flops(group))
         group = groups[self.state.step % len(groups)]
         at = self.state.step % len(group.completions)
         self.metrics.write(

@@ -119,8 +119,9 @@ class ParityCheck:
         shape = self.learner.shape
         flops = 0
         for request in requests:
-            answers = [len(completion.ids) for completion in completions if completion.request_id == request.id]
-            flops += formulas.rollout(shape, len(request.ids), answers)
+            mine = [completion for completion in completions if completion.request_id == request.id]
+            answers, prefills = [len(c.ids) for c in mine], [n for c in mine for n in c.prefills]
+            flops += formulas.rollout(shape, len(request.ids), answers, prefills)
             flops += sum(formulas.forward(shape, len(request.ids), tokens) for tokens in answers)
         self.ledger.apart("parity", flops, seconds)
 

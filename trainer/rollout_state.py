@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtl_rl.rollout import Completion, Group
+from trtl_rl.flops import formulas
+from trtl_rl.flops.formulas import ModelShape
+from trtl_rl.rollout import Completion, Group, Prompt
 
 
 @dataclass
@@ -61,3 +64,30 @@ class Attempt:
     id: int
     group: Group
     completions: list[Completion] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What was computed for answers to one prompt.
+
+    Attributes:
+        prompt: Its tokens.
+        tokens: Of each answer.
+        prefills: Lengths of the prompt's beginnings that were computed.
+    """
+
+    prompt: int
+    tokens: list[int]
+    prefills: list[int]
+
+    @classmethod
+    def of(cls, prompt: Prompt, completions: Sequence[Completion], unfinished: Sequence[int] = ()) -> Cost:
+        """Of completions, and of others that have begun and of which so many tokens are known. An engine tells its prefills with
+        completions; where none was told and something has begun, the prompt was computed once."""
+        told = [tokens for completion in completions for tokens in completion.prefills]
+        tokens = [*(len(completion.ids) for completion in completions), *unfinished]
+        once = [len(prompt.ids) - 1] if any(tokens) or unfinished else []
+        return cls(len(prompt.ids), tokens, told or once)
+
+    def flops(self, shape: ModelShape) -> int:
+        return formulas.rollout(shape, self.prompt, self.tokens, self.prefills)

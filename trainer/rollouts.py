@@ -19,12 +19,13 @@ from trtl_rl.errors import EngineError, RewardError
 from trtl_rl.flops import formulas
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger, Waste
+from trtl_rl.flops.precision import Fp8Products
 from trtl_rl.metrics import Tell
 from trtl_rl.rewards.reward import Sample, ScoredBatch
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Group, Request, Sampling
 from trtl_rl.tasks.task import Task
-from trtl_rl.trainer.rollout_state import Attempt, Counters, Position
+from trtl_rl.trainer.rollout_state import Attempt, Cost, Counters, Position
 from trtl_rl.trainer.signs import Signs
 from trtl_rl.trainer.teaching import Teaching
 
@@ -48,6 +49,7 @@ class RolloutWorker:
         needs_logprobs: Whether the objective wants behaviour logprobs.
         tell: Takes messages for people: level and text.
         teaching: Passes over prompts and refills groups; ``None``: neither.
+        fp8: Which products of the engine are in FP8, for the ledger.
         on_group: Called with a group that is scored and will be trained on.
 
     Attributes:
@@ -72,12 +74,14 @@ class RolloutWorker:
         needs_logprobs: bool = False,
         tell: Tell = lambda level, text: None,
         teaching: Teaching | None = None,
+        fp8: Fp8Products | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.engine, self.task, self.rewards, self.buffer, self.ledger = engine, task, rewards, buffer, ledger
         self.shape, self.decode, self.sampling, self.tell = shape, decode, sampling, tell
         self.group_size, self.seed, self.needs_logprobs = group_size, seed, needs_logprobs
         self.teaching, self.on_group = teaching or Teaching(RunConfig()), on_group
+        self.fp8 = fp8 or Fp8Products()
         self.counters = Counters()
         self.next_index = start
         self.doing = "it was not started"
@@ -288,8 +292,7 @@ class RolloutWorker:
         whole = [Attempt(-1, group, group.completions) for group in scoring.values()]
         for attempt in (*self._open.values(), *self._lost.values(), *whole):
             if self._resumable:
-                tokens = self._tokens(attempt, progress)
-                self.ledger.apart("interrupted", formulas.rollout(self.shape, len(attempt.group.prompt.ids), tokens))
+                self.ledger.apart("interrupted", self._cost(attempt, progress).flops(self.shape))
             else:
                 self._charge_lost(attempt, "cancelled", progress)
         self._open, self._lost = {}, {}
@@ -326,7 +329,7 @@ class RolloutWorker:
                     self.ledger.apart("interrupted", self.search_flops(group))
                     raise
                 self._take_rewards(group, scored)
-                self._charge(group, [len(completion.ids) for completion in group.completions])
+                self._charge(Cost.of(group.prompt, group.completions))
                 if len(group.scored()) < 2:
                     self.ledger.waste("failed", self.search_flops(group))
                     self.buffer.discard(group, "fewer than two scored samples")
@@ -341,6 +344,7 @@ class RolloutWorker:
                     self.buffer.discard(group, "no signal")
                 else:
                     self._discards = 0
+                    self.ledger.waste("failed", self.search_flops(group) - self.unwasted_flops(group))
                     self.on_group(group)
                     self.buffer.complete(group)
         except BaseException as error:
@@ -369,28 +373,34 @@ class RolloutWorker:
 
     # --- what it costs ---
 
-    def _charge(self, group: Group, tokens: list[int]) -> int:
-        flops = formulas.rollout(self.shape, len(group.prompt.ids), tokens)
-        self.ledger.add("search", flops)
+    def _charge(self, cost: Cost) -> int:
+        flops, drawn = cost.flops(self.shape), sum(cost.tokens)
+        self.ledger.add("search", flops, fp8=self.fp8.forward_flops(drawn + sum(cost.prefills), drawn))
+        self.ledger.count_tokens(generated=drawn)
         with self.counters.lock:
-            self.counters.tokens += sum(tokens)
+            self.counters.tokens += drawn
         return flops
 
     def _charge_lost(self, attempt: Attempt, reason: Waste, progress: Mapping[int, list[int]] | None = None) -> None:
         """Count an attempt that nobody trains on."""
-        tokens = self._tokens(attempt, progress or {})
-        if any(tokens):
-            self.ledger.waste(reason, self._charge(attempt.group, tokens))
+        cost = self._cost(attempt, progress or {})
+        if any(cost.tokens) or any(cost.prefills):
+            self.ledger.waste(reason, self._charge(cost))
 
-    def _tokens(self, attempt: Attempt, progress: Mapping[int, list[int]]) -> list[int]:
-        """Of each answer: those that arrived, and as much of the rest as the engine had told of."""
-        tokens = [len(completion.ids) for completion in attempt.completions]
-        return tokens + progress.get(attempt.id, [])[: self.group_size - len(tokens)]
+    def _cost(self, attempt: Attempt, progress: Mapping[int, list[int]]) -> Cost:
+        """Of answers that arrived, and as much of the rest as the engine had told of."""
+        rest = progress.get(attempt.id, [])[: self.group_size - len(attempt.completions)]
+        return Cost.of(attempt.group.prompt, attempt.completions, rest)
 
     def search_flops(self, group: Group) -> int:
-        """FLOPs of generating a group: its prompt once, then every token."""
-        answers = (len(completion.ids) for completion in group.completions)
-        return formulas.rollout(self.shape, len(group.prompt.ids), answers)
+        """FLOPs of generating a group: what was computed of its prompt, then every token."""
+        return Cost.of(group.prompt, group.completions).flops(self.shape)
+
+    def unwasted_flops(self, group: Group) -> int:
+        """``search_flops`` without the answers that were left out: those count as wasted already, with no prefill."""
+        pairs = zip(group.completions, group.rewards, strict=True)
+        left_out = [len(completion.ids) for completion, reward in pairs if reward is None]
+        return self.search_flops(group) - formulas.rollout(self.shape, len(group.prompt.ids), left_out, [])
 
 
 def _named(groups: list[Group]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import DiskError
-from trtl_rl.flops.ledger import Ledger
+from trtl_rl.flops.ledger import Budget, Ledger
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.trainer import buffer_state, checkpoint
 from trtl_rl.trainer.record import RolloutRecord
@@ -36,6 +36,7 @@ class Saver:
     parts: checkpoint.ModelParts
     worker: RolloutWorker
     ledger: Ledger
+    budget: Budget
     constant: dict[str, Any]
     made_with: dict[str, Any]
     on_saved: Callable[[Path], None]
@@ -53,7 +54,7 @@ class Saver:
             "ledger": position.ledger,
             "rollouts": buffer_state.to_json(position, self.made_with),
         }
-        self.write_ledger()
+        self.write_ledger(state)
         path = checkpoint.save(self.run_dir / "checkpoints", self.accelerator, values, self.parts, self.keep)
         self.metrics.progress("checkpoint", 1, 1)
         self.on_saved(path)
@@ -71,10 +72,12 @@ class Saver:
         if checkpoint.path_of(self.run_dir / "checkpoints", state.step).exists():
             self.try_to_save(state)
 
-    def write_ledger(self) -> None:
-        """Bring ``ledger.json`` up to date. Raises DiskError."""
+    def write_ledger(self, state: RunState) -> dict[str, dict[str, float]]:
+        """Bring ``ledger.json`` up to date. Returns what is used and left of the budget. Raises DiskError."""
         path = self.run_dir / "ledger.json"
+        budget = self.budget.report(self.ledger, state.tokens, state.seconds, state.step)
         try:
-            self.ledger.write(path)
+            self.ledger.write(path, budget=budget)
         except OSError as error:
             raise DiskError(f"{path} cannot be written: {error.strerror}.") from error
+        return budget

@@ -13,7 +13,6 @@ from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.loading import load_tokenizer, stop_ids
-from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rollout import Request, Sampling
 from trtl_rl.tasks.rows import evaluation_config
 from trtl_rl.tasks.stream_task import make_task
@@ -57,7 +56,7 @@ class Session:
                 load_weights(model, checkpoint / "model.safetensors")
             decoder, kernels = bind(c, trainer.directory, metrics, model, context)
             decoder.refresh(0)
-            self._shape = ModelShape.from_hf_config(model.config)
+            self._shape = ModelShape.from_model(model)
             stops = stop_ids(trainer.source.path, model, self._tokenizer)
             # An engine directory holds the start model's codes, not these.
             directory = trainer.directory if checkpoint is None or c.engine.backend != "torch" else None
@@ -106,7 +105,6 @@ class Session:
         try:
             scorer.wait_ready()
             evaluator = Evaluator(
-                c.evaluation.scorer,
                 scorer,
                 prompts,
                 self._engine,
@@ -116,7 +114,6 @@ class Session:
                 decode=make_decode(self._tokenizer),
                 sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
                 seed=c.seed,
-                final_answer=final_answer_of(c.evaluation.scorer),
             )
             found = evaluator.run()
         finally:

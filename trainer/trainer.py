@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trtl_rl.config import RunConfig
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.disk import alone_in, replace_file
 from trtl_rl.errors import DiskError, UserError
 from trtl_rl.metrics import MetricsWriter
@@ -61,6 +61,7 @@ class TrainResult:
         status: ``done``, or ``interrupted`` (saved, can be resumed).
         reason: The limit that was reached: ``steps``, ``budget.flops`` and so on.
         evaluation: Metrics of the last evaluation, if there was one.
+        budget: Of each limit its ``limit``, and what is ``used`` and ``left`` of it.
         nothing_to_do: Whether a resume found the run complete, and loaded nothing.
     """
 
@@ -69,6 +70,7 @@ class TrainResult:
     step: int
     run_dir: Path
     evaluation: dict[str, float]
+    budget: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     nothing_to_do: bool = False
 
 
@@ -358,7 +360,9 @@ class Trainer:
             if not c.evaluation.prompts:
                 evaluation = c.evaluation.model_copy(update={"prompts": len(self.evaluation_rows)})
                 c = self.config = c.model_copy(update={"evaluation": evaluation})
-        self._scorer = load_rewards([RewardConfig(name=c.evaluation.scorer, arguments=c.evaluation.arguments)])
+        self._scorer = load_rewards(
+            [RewardConfig(name=name, arguments=c.evaluation.arguments) for name in c.evaluation.scorers]
+        )
         if c.evaluation.prompts:
             if c.evaluation.own_data and given is None:
                 if c.data == GIVEN and c.evaluation.data is None:

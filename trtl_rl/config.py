@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from trtl_rl import config_parts
+from trtl_rl.config_data import EvaluationConfig, RewardConfig, TaskConfig
 from trtl_rl.config_parts import (
     BatchConfig,
     BudgetConfig,
@@ -24,7 +24,6 @@ from trtl_rl.config_parts import (
     CheckpointConfig,
     Count,
     EngineConfig,
-    EvaluationConfig,
     LossConfig,
     OptimizerConfig,
     ParityConfig,
@@ -32,10 +31,8 @@ from trtl_rl.config_parts import (
     Positive,
     RayConfig,
     RefitConfig,
-    RewardConfig,
     RolloutsConfig,
     SamplingConfig,
-    TaskConfig,
 )
 from trtl_rl.errors import UserError, nearest
 
@@ -216,7 +213,8 @@ def _explain(item: dict[str, Any]) -> str:
             model = inner
         return f"unknown key '{key}'.{nearest(where[-1], model.model_fields)}"
     if item["type"] == "model_type":
-        keys = ", ".join(getattr(config_parts, item["ctx"]["class_name"]).model_fields)
+        parts = {part.__name__: part for part in Part.__subclasses__()}
+        keys = ", ".join(parts[item["ctx"]["class_name"]].model_fields)
         return f"{key} takes keys of its own ({keys}), not a value (got {item['input']!r})"
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else message

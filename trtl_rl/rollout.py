@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trtl_rl.errors import UserError
@@ -92,6 +92,8 @@ class Completion:
         ids: The generated ids, with the end-of-sequence id where one was generated.
         version_first, version_last: Weight versions at the first and the last token.
         logprobs: Of ``ids`` under ``logits / temperature``; ``None`` unless the request asked for them.
+        prefills: Lengths of the beginnings of the prompt that were computed since the last completion of this request, for
+            whichever of its samples: none where keys were shared, several where new weights made it begin again.
     """
 
     request_id: int
@@ -101,6 +103,7 @@ class Completion:
     version_first: int
     version_last: int
     logprobs: list[float] | None = None
+    prefills: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass
@@ -125,6 +128,27 @@ class Group:
     def scored(self) -> list[tuple[Completion, float]]:
         """The completions that count, each with its reward, in sample order."""
         return [(c, r) for c, r in zip(self.completions, self.rewards, strict=True) if r is not None]
+
+    def most_varied(self, size: int) -> Group:
+        """A group of the ``size`` scored completions whose rewards have the largest variance, in sample order: the lowest and
+        the highest ones, as many of each as that takes (arXiv 2504.13818). It is a whole group by itself: advantages are
+        differences from its own mean, so that they add up to zero.
+        """
+        scored = self.scored()
+        if len(scored) <= size:
+            return self
+        order = sorted(range(len(scored)), key=lambda i: scored[i][1])
+
+        def spread(low: int) -> tuple[float, float]:
+            chosen = [scored[i][1] for i in (*order[:low], *order[len(order) - size + low :])]
+            mean = math.fsum(chosen) / size
+            return math.fsum((reward - mean) ** 2 for reward in chosen), -abs(2 * low - size)
+
+        low = max(range(size + 1), key=spread)
+        chosen = [scored[i] for i in sorted((*order[:low], *order[len(order) - size + low :]))]
+        return replace(
+            self, completions=[c for c, _ in chosen], rewards=[r for _, r in chosen], components={}, texts=[]
+        )
 
     def has_signal(self) -> bool:
         """Whether the scored rewards differ: a group of equal rewards has zero advantage everywhere."""

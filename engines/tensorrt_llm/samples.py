@@ -28,6 +28,8 @@ class Sample:
         version_first: None before it has begun.
         handle: AsyncLLM's, of the request that runs.
         again: Forget what comes of it, and begin anew.
+        prefills: As of a completion. TensorRT-LLM does not tell them: the prompt counts once for all samples of a request, and
+            what was interrupted counts again, with its tokens.
     """
 
     request: Request
@@ -38,11 +40,14 @@ class Sample:
     handle: Any = None
     cancelled: bool = False
     again: bool = False
+    prefills: list[int] = field(default_factory=list)
 
     def completion(self, reason: FinishReason, version: int) -> Completion:
         first = version if self.version_first is None else self.version_first
         logprobs = list(self.logprobs) if self.request.logprobs else None
-        return Completion(self.request.id, self.index, list(self.ids), reason, first, version, logprobs)
+        return Completion(
+            self.request.id, self.index, list(self.ids), reason, first, version, logprobs, list(self.prefills)
+        )
 
 
 class Samples:
@@ -119,6 +124,8 @@ class Samples:
                 self._busy_since = time.monotonic()
             if sample.version_first is None:
                 sample.version_first = self._version()
+            if sample.index == 0 or sample.ids:
+                sample.prefills.append(len(sample.request.ids) + len(sample.ids) - 1)
             self.active.append(sample)
             built = self._sampling(sample.request, sample.index, len(sample.ids))
             asyncio.run_coroutine_threadsafe(self._generate(sample, built), self._driver.loop)

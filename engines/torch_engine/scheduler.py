@@ -62,14 +62,15 @@ class Scheduler:
 
     def cancel(self, ids: set[int], version: int) -> list[Completion]:
         """Drop requests, waiting or running; returns what has become of their completions."""
+        prefills = self.slots.prefills
         done = [
-            Completion(request.id, sample, [], "cancelled", version, version)
+            Completion(request.id, sample, [], "cancelled", version, version, prefills=prefills.pop(request.id, []))
             for request, samples in self.waiting
             if request.id in ids
             for sample in samples
         ]
         self._queue([item for item in self.waiting if item[0].id not in ids])
-        self._prefills = [prefill for prefill in self._prefills if prefill.request.id not in ids]
+        self._end([prefill for prefill in self._prefills if prefill.request.id in ids])
         for id in ids & self.slots.by_request.keys():
             for slot in list(self.slots.by_request[id]):
                 done.append(self.slots.complete(slot, "cancelled", version))
@@ -82,7 +83,7 @@ class Scheduler:
             for slot in [slot for slot in slots if self.slots.generated[slot] == 0]:
                 occupant = self.slots.release(slot)
                 again.setdefault(occupant.request.id, (occupant.request, []))[1].append(occupant.sample)
-        self._prefills = []
+        self._end(self._prefills)
         rest = []
         for request, samples in self.waiting:
             if request.id in again:
@@ -134,7 +135,7 @@ class Scheduler:
     def prefilled(self) -> list[Copy]:
         """After a step: let samples run whose prompt is done; returns the copies to make first."""
         whole = [prefill for prefill in self._prefills if prefill.done == len(prefill.request.ids) - 1]
-        self._prefills = [prefill for prefill in self._prefills if prefill not in whole]
+        self._end(whole)
         for prefill in whole:
             self.slots.running[[prefill.slot, *prefill.followers]] = True
         return [Copy(prefill.slot, prefill.followers, prefill.done) for prefill in whole if prefill.followers]
@@ -150,6 +151,13 @@ class Scheduler:
                 return []
         self._prefills.append(Prefill(new[0], request, followers=new[1:]))
         return []
+
+    def _end(self, prefills: list[Prefill]) -> None:
+        """Note what was computed for prompts that are done, or given up."""
+        for prefill in prefills:
+            if prefill.done:
+                self.slots.prefills.setdefault(prefill.request.id, []).append(prefill.done)
+        self._prefills = [prefill for prefill in self._prefills if prefill not in prefills]
 
     def _of_this_version(self, request: Request, version: int) -> int | None:
         """A slot that has the prompt's keys under these weights."""

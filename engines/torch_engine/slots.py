@@ -66,6 +66,7 @@ class Slots:
         ids, logprobs: Generated tokens and, where asked for, their logprobs, [slots, context].
         uniform: The random stream, [slots, context].
         blocks: Where keys and values lie.
+        prefills: By request: ``Completion.prefills`` of the next one that is handed out.
     """
 
     def __init__(self, count: int, context: int, positions: int) -> None:
@@ -84,6 +85,7 @@ class Slots:
         self.blocks = Blocks(np.zeros(count, np.int64), np.ones(count, np.int64))
         self.occupants: list[Occupant | None] = [None] * count
         self.by_request: dict[int, list[int]] = {}
+        self.prefills: dict[int, list[int]] = {}
         self._free = list(range(count))[::-1]
         self._arena = Arena(positions)
 
@@ -152,4 +154,5 @@ class Slots:
             occupant.version_first,
             version,
             self.logprobs[slot, :n].tolist() if request.logprobs else None,
+            self.prefills.pop(request.id, []),
         )

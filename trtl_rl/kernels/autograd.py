@@ -203,6 +203,11 @@ def _entropy_gradient(logits: Tensor) -> Tensor:
     return -p * (logs - (p * logs).sum(-1, keepdim=True))
 
 
+def head_is_recomputed(rows: int, vocab: int) -> bool:
+    """Whether :func:`head_logprob` of so many rows keeps no logits, so that backward computes them again."""
+    return len(_chunks(rows, vocab)) > 1
+
+
 def _chunks(rows: int, vocab: int) -> list[slice]:
     """Slices of whole groups of 128 rows with at most about 2**24 logits."""
     step = max(128, 2**24 // vocab // 128 * 128)

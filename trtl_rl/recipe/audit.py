@@ -21,7 +21,7 @@ def audit(coverage: Coverage, shape: ModelShape, parameters: int, tokens: int) -
     Returns:
         ``linears`` and ``quantised`` (how many), ``formats`` and ``excluded`` (each with ``roles``, ``count`` and the format
         or the reason), ``fp8_parameter_share`` of all parameters, ``fp8_flop_share`` of the matrix products' FLOPs (those
-        of linears with both operands in FP8, over :func:`trtl_rl.flops.formulas.forward`, attention included), ``tokens``.
+        of linears with both operands in FP8, over those of all layers and the head, attention included), ``tokens``.
     """
     on = [item for item in coverage.linears if item.format.quantised]
     off = [item for item in coverage.linears if not item.format.quantised]
@@ -36,7 +36,7 @@ def audit(coverage: Coverage, shape: ModelShape, parameters: int, tokens: int) -
         "formats": _grouped("format", [(_format_text(item.format), item) for item in on]),
         "excluded": _grouped("reason", [(item.reason, item) for item in off]),
         "fp8_parameter_share": stored / parameters,
-        "fp8_flop_share": flops / formulas.forward(shape, 1, tokens - 1),
+        "fp8_flop_share": flops / (formulas.layers(shape, tokens) + formulas.head(shape, tokens - 1)),
         "tokens": tokens,
     }
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from typing import Any
 
-from trtl_rl.rewards.reward import Fault, Outcome, RewardFunction
+from trtl_rl.rewards.reward import Fault, Outcome, RewardFunction, unbound
 
 
 def call(function: RewardFunction, arguments: dict[str, Any], count: int) -> Outcome:
@@ -47,7 +47,7 @@ def explain(error: BaseException) -> str:
 
 
 def _outcome(function: RewardFunction, result: Any, count: int, seconds: float) -> Outcome:
-    take_flops = getattr(function, "take_flops", None)
+    take_flops = getattr(unbound(function), "take_flops", None)
     flops = int(take_flops()) if take_flops is not None else 0
     try:
         values, faults = check(result, count)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import UserError, nearest
 from trtl_rl.rewards.builtin import BUILT_IN, IN_PROCESS, NEEDED_PACKAGES
 from trtl_rl.rewards.reward import RESERVED, Reward, RewardFunction, is_async, parameters
@@ -30,6 +30,10 @@ class InWorker:
         items = list(inspect.signature(function).parameters.values())[1:]  # without self
         self.__signature__ = inspect.Signature(items)
         self.asynchronous = inspect.iscoroutinefunction(function)
+        if hasattr(kind, "take_flops"):
+            self.take_flops = (
+                kind.take_flops
+            )  # it spends FLOPs: a RACE's plan should say that it does not know how many
 
     def __call__(self, **columns: Any) -> Any:
         raise AssertionError(f"{self.__name__} is called in its worker process only")

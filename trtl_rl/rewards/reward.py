@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.rollout import Prompt
 
 RewardFunction = Callable[..., Any]
@@ -29,7 +29,8 @@ class Reward:
         function: Called with keyword lists, one item per completion: ``prompts`` and ``completions`` (text, or messages
             where the data holds messages), ``completion_ids``, and every column of the data; of these it gets what it has
             parameters for. It returns, or as ``async def`` awaits, one number or ``None`` for each completion. An
-            optional method ``take_flops()`` gives the FLOPs that it has used since the last call.
+            optional method ``take_flops()`` gives the FLOPs that it has used since the last call, which count as feedback; with
+            ``expected_flops(prompt_tokens, answer_tokens)`` beside, a RACE knows them before it has run.
         weight: Factor in the total.
         in_process: Whether it runs in the trainer's process; ``None`` leaves that to the loader: only the two cheapest
             built-in ones do.
@@ -124,9 +125,14 @@ class ScoredBatch:
     seconds: float = 0.0
 
 
+def unbound(function: RewardFunction) -> RewardFunction:
+    """A function without the ``arguments`` that the configuration gave it."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def is_async(function: RewardFunction) -> bool:
     """Whether a call gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = unbound(function)
     if hasattr(inner, "asynchronous"):
         return bool(inner.asynchronous)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(type(inner), "__call__", None))  # noqa: B004

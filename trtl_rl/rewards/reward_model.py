@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from trtl_rl.errors import UserError
+from trtl_rl.flops import formulas
+from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.rewards.reward import text_of
+
+# Of these the formulas know every matrix product; of others torch counts what it runs.
+_KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 class RewardModel:
@@ -36,16 +42,13 @@ class RewardModel:
         self.device, self.sigmoid = device, sigmoid
         self._flops = 0
         self._model: Any = None
+        self._shape: ModelShape | None = None
         self._tokenizer: Any = None
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         import torch
-        from torch.utils.flop_counter import FlopCounterMode
 
         self.prepare()
-        fused = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        )  # torch counts its counterparts on a GPU only
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         values: list[float | None] = []
         for start in range(0, len(texts), self.batch_size):
@@ -57,15 +60,20 @@ class RewardModel:
                 max_length=self.max_tokens,
                 add_special_tokens=not self._tokenizer.chat_template,
             ).to(self.device)
-            counter = FlopCounterMode(display=False, custom_mapping={fused: _attention})
+            counter: Any = contextlib.nullcontext() if self._shape is not None else _counter()
             with torch.inference_mode(), counter:
                 logits = self._model(**batch).logits[:, 0].float()
-            self._flops += counter.get_total_flops()
+            if self._shape is None:
+                self._flops += counter.get_total_flops()
+            else:
+                lengths = batch["attention_mask"].sum(1).tolist()
+                self._flops += sum(formulas.reward_model(self._shape, tokens) for tokens in lengths)
             values += (torch.sigmoid(logits) if self.sigmoid else logits).tolist()
         return values
 
     def take_flops(self) -> int:
-        """FLOPs since the last call, of every matrix product that torch ran, padding included; a multiply-add is 2."""
+        """FLOPs since the last call: of decoders of the Qwen2, Qwen3 and Llama kind as the ledger counts them, without padding; of
+        other models, of every matrix product that torch ran, padding included."""
         taken, self._flops = self._flops, 0
         return taken
 
@@ -91,7 +99,17 @@ class RewardModel:
             if self._tokenizer.pad_token_id is None:
                 self._tokenizer.pad_token = self._tokenizer.eos_token
             model.config.pad_token_id = self._tokenizer.pad_token_id
+        if model.config.model_type in _KNOWN:
+            self._shape = ModelShape.from_hf_config(model.config)
         self._model = model.eval().to(self.device)
+
+
+def _counter() -> Any:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts its counterparts on a GPU only
+    return FlopCounterMode(display=False, custom_mapping={fused: _attention})
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:

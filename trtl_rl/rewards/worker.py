@@ -15,7 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.rewards.call import call, call_async, explain
 from trtl_rl.rewards.reward import Outcome, RewardFunction, is_async
 

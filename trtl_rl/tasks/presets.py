@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtl_rl.config import RunConfig
-from trtl_rl.config_parts import RewardConfig
+from trtl_rl.config_data import RewardConfig
 from trtl_rl.errors import UserError, nearest
 
 # The instruction comes last and asks for short sentences, so that small models reach the mark before they are cut off.
