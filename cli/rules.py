@@ -46,9 +46,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "imbalance",
         YELLOW,
-        "above 20, not asympo",
-        "wrong answers outweigh right ones by far",
-        lambda view, now: view.facts.get("loss") != "asympo" and view.metrics.get("asympo/imbalance", 0.0) > 20,
+        "below 0.6 of its start",
+        "right answers become unlikely too",
+        lambda view, now: (view.imbalance_change or 1.0) < 0.6,
     ),
     Rule(
         "truncated",

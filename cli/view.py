@@ -7,6 +7,7 @@ does not know is passed over, so that a newer run can be watched with an older c
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 from trtl_rl.metrics import Row
 
 ROLES = ("search", "learning", "feedback")
+IMBALANCE_STEPS = 10
 _RECENT = 64  # steps that the median step time and the ETA look at
 _TOTALS = 512  # steps whose sums of FLOPs are kept, for a resumed run that does some again
 _SAMPLES = 64
@@ -134,6 +136,8 @@ class View:
         default_factory=lambda: deque(maxlen=_TOTALS)
     )
     _timings: dict[str, deque[float]] = field(default_factory=dict)
+    _imbalance_first: list[float] = field(default_factory=list)
+    _imbalance_last: deque[float] = field(default_factory=lambda: deque(maxlen=IMBALANCE_STEPS))
     _marks: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -179,6 +183,18 @@ class View:
         self._marks.clear()
         self._step_seconds.clear()
 
+    @property
+    def imbalance_change(self) -> float | None:
+        """Median imbalance of the last ten steps over that of the first ten, from the twentieth on.
+
+        A policy that learns pushes wrong answers away, and the ratio grows. Where it falls far below its start, right answers have
+        become unlikely as well: that is what collapse looks like (``bench/staleness.py``).
+        """
+        if len(self._imbalance_last) < IMBALANCE_STEPS or self.step < 2 * IMBALANCE_STEPS:
+            return None
+        first = statistics.median(self._imbalance_first)
+        return statistics.median(self._imbalance_last) / first if first > 0 else None
+
     def _step(self, row: Row) -> None:
         step = finite(row.get("step"))
         number = self.step + 1 if step is None else int(step)
@@ -187,6 +203,10 @@ class View:
         self.step, self.metrics, self.progress = number, numbers(row.get("metrics")), None
         if (reward := self.metrics.get("reward")) is not None:
             self.curve.add(number, reward)
+        if (imbalance := self.metrics.get("asympo/imbalance")) is not None:
+            if len(self._imbalance_first) < IMBALANCE_STEPS:
+                self._imbalance_first.append(imbalance)
+            self._imbalance_last.append(imbalance)
         if (seconds := self.metrics.get("timing_s/step")) is not None:
             self._step_seconds.append(seconds)
         elif self._marks and self.heard is not None:
