@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import glob
 import re
 import shutil
 import subprocess
@@ -182,7 +183,10 @@ def test_wheel_is_whole_and_equals_the_one_built_from_the_sdist(tmp_path: Path) 
     for name, path in modules().items():
         assert path.relative_to(ROOT).as_posix() in wheel, f"{name} is not in the wheel"
     kinds = {".yaml", ".json", ".jsonl", ".safetensors", ".typed", ".j2"}
-    data = [path for path in PACKAGE.rglob("*") if (path.suffix or path.name) in kinds]
+    found = map(
+        Path, glob.glob(f"{PACKAGE}/**", recursive=True)
+    )  # unlike rglob it follows the links to the other folders
+    data = [path for path in found if (path.suffix or path.name) in kinds]
     for path in data:
         assert wheel.get(path.relative_to(ROOT).as_posix()) == path.read_bytes(), f"{path} is not in the wheel"
     assert {path.suffix for path in data} >= {".yaml", ".json", ".safetensors", ".j2"}

@@ -261,7 +261,7 @@ def in_a_fresh_process(code: str, checkpoint: Path) -> dict[str, str]:
 def test_plain_modelopt_and_transformers_load_a_checkpoint(saved: Path) -> None:
     found = in_a_fresh_process(PLAIN, saved)
     float32, coverage = json.loads(found["restored"])
-    assert float32 and coverage == json.loads((saved / "state.json").read_text())["coverage"]
+    assert float32 and coverage == json.loads((saved / "state.json").read_text())["state"]["coverage"]
     written = load_file(saved / "model.safetensors")
     sums = json.loads(found["weights"])
     assert sums == {name: float(written[name].double().sum()) for name in sums} and len(sums) == len(written)

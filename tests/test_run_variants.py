@@ -181,6 +181,6 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode in (130, -signal.SIGINT)  # to a shell both are 130
     assert "stopped at once" in errors and "Traceback" not in errors
     assert rows_of(run_dir, "end")[-1]["status"] == "failed"
