@@ -36,6 +36,7 @@ def worker(run_dir: Path, steps: int) -> None:
     from trtl_rl import Trainer
     from trtl_rl.config import validate_config
     from trtl_rl.demo.task import demo_rows
+    from trtl_rl.rewards.reward import Reward
 
     seen = {"completions": 0, "tokens": 0}
 
@@ -58,7 +59,7 @@ def worker(run_dir: Path, steps: int) -> None:
             "checkpoint": {"every": 250, "keep": KEEP},
         }
     )
-    Trainer(reward_funcs=distinct, train_dataset=demo_rows(), args=config).train()
+    Trainer(reward_funcs=Reward("distinct", distinct, in_process=True), train_dataset=demo_rows(), args=config).train()
     run_dir.with_name("seen.json").write_text(json.dumps(seen))
 
 
@@ -148,7 +149,7 @@ def check(run_dir: Path, samples: list[dict[str, float]], steps: int) -> dict[st
     seen = json.loads(run_dir.with_name("seen.json").read_text())
     metrics = [row["metrics"] for row in rows if row["kind"] == "step"]
     probes = [m for m in metrics if "mismatch/max_abs" in m]
-    kept = sorted((run_dir / "checkpoints").iterdir())
+    kept = sorted((run_dir / "checkpoints").glob("step-*"))
     memory = {
         name: [quarter(samples, f"{name}_mb", 1), quarter(samples, f"{name}_mb", 3)] for name in ("trainer", "engine")
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -118,8 +116,6 @@ def alive(process: int) -> bool:
 
 
 def test_a_run_on_two_actors_one_of_which_is_killed_goes_on_and_stays_exact(cluster: Any, tmp_path: Path) -> None:
-    from ray.util.state import list_actors
-
     run_dir = tmp_path / "run"
     trainer = Trainer(
         args=demo.small(
@@ -135,8 +131,8 @@ def test_a_run_on_two_actors_one_of_which_is_killed_goes_on_and_stays_exact(clus
     def kill() -> None:
         while not rows_of(run_dir, "step"):
             time.sleep(0.05)
-        actor = list_actors(filters=[("state", "=", "ALIVE"), ("class_name", "=", "EngineActor")])[0]
-        os.kill(actor.pid, signal.SIGKILL)
+        pool: Any = trainer._run._engine  # type: ignore[union-attr]
+        ray.kill(pool._members[0].engine._now[0]._actor)
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
