@@ -169,18 +169,15 @@ def test_one_interrupt_saves_and_says_how_to_resume(signals: list[signal.Signals
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    (tmp_path / "judge.py").write_text("import time\ndef judge(completions, **rest):\n    time.sleep(300)\n")
-    with start(run_dir, "rewards=judge.py:judge") as process:
-        end = time.monotonic() + 90
-        while not (run_dir / "metrics.jsonl").exists() or not rows_of(run_dir, "start"):
+    with start(run_dir, "steps=100000") as process:
+        wait_for_step(run_dir, 1)
+        process.send_signal(signal.SIGINT)
+        end = time.monotonic() + 60
+        while not any(row["text"].startswith("Stopping") for row in rows_of(run_dir, "message")):
             assert time.monotonic() < end
-            time.sleep(0.05)
-        time.sleep(2.0)  # now the reward function hangs, and an orderly end waits for it
-        process.send_signal(signal.SIGINT)
-        time.sleep(1.0)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)  # before the step has ended and was saved
+        _, errors = process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT)  # to a shell both are 130
     assert "stopped at once" in errors and "Traceback" not in errors
     assert rows_of(run_dir, "end")[-1]["status"] == "failed"
