@@ -30,7 +30,10 @@ class Callback:
         """After a step, in the learner's thread. ``metrics`` is the row of ``metrics.jsonl``."""
 
     def on_group(self, trainer: Trainer, group: Group) -> None:
-        """When all answers of a prompt are scored, before they are trained on, in the rollout thread. It must not change them."""
+        """When all answers of a prompt are scored, before they are trained on, in the thread that scored them.
+
+        It must not change them.
+        """
 
     def on_refit(self, trainer: Trainer, version: int, metrics: dict[str, float]) -> None:
         """When the engine is at ``version``, in the learner's thread; ``metrics`` holds ``refit/…`` and ``timing_s/refit/…``."""

@@ -82,6 +82,17 @@ class Request:
                 stacklevel=3,
             )
 
+    def check_fits(self, context: int) -> None:
+        """Raise UserError when the prompt is empty, or does not fit beside its answer into ``context`` tokens."""
+        need = len(self.ids) + self.sampling.max_new_tokens
+        if not self.ids:
+            raise UserError(f"Request {self.id} has an empty prompt.")
+        if need > context:
+            raise UserError(
+                f"Request {self.id} needs {need} tokens ({len(self.ids)} of prompt), the engine's context has "
+                f"{context}: raise engine.max_context or lower sampling.max_new_tokens."
+            )
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -121,14 +121,7 @@ class TensorrtLlmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_generates()
         for request in requests:
-            need = len(request.ids) + request.sampling.max_new_tokens
-            if not request.ids:
-                raise UserError(f"Request {request.id} has an empty prompt.")
-            if need > self.context:
-                raise UserError(
-                    f"Request {request.id} needs {need} tokens ({len(request.ids)} of prompt), the engine's context has "
-                    f"{self.context}: raise engine.max_context or lower sampling.max_new_tokens."
-                )
+            request.check_fits(self.context)
         self._samples.add(requests)
         self._begin()
 

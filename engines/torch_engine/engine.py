@@ -16,7 +16,7 @@ from trtl_rl.engines.torch_engine.refit import EngineRefit
 from trtl_rl.engines.torch_engine.runner import Runner
 from trtl_rl.engines.torch_engine.scheduler import Scheduler
 from trtl_rl.engines.torch_engine.slots import Slots
-from trtl_rl.errors import EngineError, UserError
+from trtl_rl.errors import EngineError
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.kv import block_length
@@ -73,14 +73,7 @@ class TorchEngine:
         if not self.refit.generates:
             raise EngineError(f"The engine refuses to generate: {self._refusal()}")
         for request in requests:
-            need = len(request.ids) + request.sampling.max_new_tokens
-            if not request.ids:
-                raise UserError(f"Request {request.id} has an empty prompt.")
-            if need > self.context:
-                raise UserError(
-                    f"Request {request.id} needs {need} tokens ({len(request.ids)} of prompt), the engine's context has "
-                    f"{self.context}: raise engine.max_context or lower sampling.max_new_tokens."
-                )
+            request.check_fits(self.context)
         self._scheduler.submit(requests)
 
     def poll(self, timeout: float) -> list[Completion]:
