@@ -77,6 +77,7 @@ BUILT_IN: dict[str, Any] = {
     "length_penalty": LengthPenalty,
     "reasoning_gym": ("trtl_rl.rewards.reasoning", "ReasoningGym"),
     "reward_model": ("trtl_rl.rewards.reward_model", "RewardModel"),
+    "judge": ("trtl_rl.engines.judge", "EngineJudge"),
     "http": ("trtl_rl.rewards.http", "HttpReward"),
 }
 # So cheap and safe that a process of their own would only cost.

@@ -71,6 +71,9 @@ def check(result: Any, count: int) -> tuple[list[float | None], list[Fault]]:
         plain = value.item() if getattr(value, "shape", None) == () else value  # scalars of numpy and torch
         if plain is None:
             checked.append(None)
+        elif isinstance(plain, Exception):  # this one could not be judged
+            checked.append(None)
+            faults.append(Fault("exception", position, f"failed: {type(plain).__name__}: {plain}"))
         elif not isinstance(plain, bool | int | float):
             checked.append(None)
             faults.append(Fault("wrong_type", position, f"returned {type(value).__name__}: not a number or None"))

@@ -28,7 +28,8 @@ class Reward:
         name: Of the metric ``rewards/{name}/mean``; unique in a run.
         function: Called with keyword lists, one item per completion: ``prompts`` and ``completions`` (text, or messages
             where the data holds messages), ``completion_ids``, and every column of the data; of these it gets what it has
-            parameters for. It returns, or as ``async def`` awaits, one number or ``None`` for each completion. An
+            parameters for. It returns, or as ``async def`` awaits, one number or ``None`` for each completion, or an exception
+            in the place of one that it failed to judge. An
             optional method ``take_flops()`` gives the FLOPs that it has used since the last call, which count as feedback; with
             ``expected_flops(prompt_tokens, answer_tokens)`` beside, a RACE knows them before it has run.
         weight: Factor in the total.
