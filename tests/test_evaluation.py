@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trtl_rl.config import validate_config
@@ -19,7 +20,7 @@ from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Reward
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
-from trtl_rl.trainer.estimates import estimate, majority, pass_at_k, powers_up_to
+from trtl_rl.trainer.estimates import estimate, maj_at_k, pass_at_k, powers_up_to
 from trtl_rl.trainer.evaluate import Evaluations, Evaluator
 
 SHAPE = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=16)
@@ -34,12 +35,34 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers() -> None:
                 assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
 
 
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """One vote, counted out; ties are drawn by lot."""
+    said = [answer for answer in answers if answer is not None]
+    leaders = [answer for answer in set(said) if said.count(answer) == max(map(said.count, said))]
+    judged = [[good for other, good in zip(answers, right, strict=True) if other == answer] for answer in leaders]
+    return sum(sum(goods) / len(goods) for goods in judged) / len(leaders) if leaders else 0.0
+
+
+def test_maj_at_k_is_the_mean_over_all_choices_of_k_answers() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        answers = [draw.choice(["a", "a", "b", "c", "d", None]) for _ in range(draw.randint(1, 8))]
+        right = [answer in ("a", "d") and draw.random() < 0.9 for answer in answers]  # sometimes judged differently
+        for k in range(1, len(answers) + 1):
+            every = [
+                majority([answers[i] for i in some], [right[i] for i in some])
+                for some in itertools.combinations(range(len(answers)), k)
+            ]
+            assert maj_at_k(answers, right, k) == pytest.approx(sum(every) / len(every), abs=1e-12)
+
+
 def test_a_majority_is_of_answers_and_not_of_right_ones() -> None:
-    assert majority(["a", "b", "b"], [True, False, False]) == 0.0
-    assert majority(["a", "a", "b"], [True, True, False]) == 1.0
-    assert majority(["a", "b"], [True, False]) == 0.5  # undecided
-    assert majority([None, None, "a"], [False, False, True]) == 1.0  # no answer is no vote
-    assert majority([None], [False]) == 0.0
+    assert maj_at_k(["a", "b", "b"], [True, False, False], 3) == 0.0
+    assert maj_at_k(["a", "b"], [True, False], 2) == 0.5  # undecided
+    assert maj_at_k([None, None, "a"], [False, False, True], 3) == 1.0  # no answer is no vote
+    assert maj_at_k([None], [True], 1) == 0.0
+    many = [str(min(i // 30, 9)) for i in range(400)]  # beyond what floats hold of numbers of choices
+    assert 0.0 < maj_at_k(many, [answer == "9" for answer in many], 200) <= 1.0
 
 
 def test_intervals_cover_the_truth_and_do_not_vanish_at_the_ends() -> None:
@@ -60,6 +83,19 @@ def test_intervals_cover_the_truth_and_do_not_vanish_at_the_ends() -> None:
     wide = estimate([-3.0, 5.0, 1.0])
     assert wide.low < 1.0 < wide.high and wide.mean == 1.0
     assert estimate([0.0, 1.0] * 50).high == pytest.approx(0.5962, abs=2e-3)
+
+
+def test_intervals_are_those_of_a_bootstrap_over_prompts_away_from_the_ends() -> None:
+    draw = np.random.default_rng(0)
+    values = []
+    for _ in range(80):
+        rate = draw.beta(1, 1)
+        answers = draw.choice(["right", "a", "b"], size=8, p=[rate, 0.7 * (1 - rate), 0.3 * (1 - rate)])
+        values.append(maj_at_k(answers.tolist(), (answers == "right").tolist(), 4))
+    means = np.array(values)[draw.integers(0, 80, (4000, 80))].mean(1)
+    found = estimate(values)
+    assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.01)
+    assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.01)
 
 
 def test_answers_of_one_prompt_count_as_one_observation() -> None:
@@ -124,7 +160,10 @@ def test_every_figure_with_its_interval_and_the_versions() -> None:
     assert out["eval/right/pass_at_1"] == pytest.approx(out["eval/right"])
     assert out["eval/right/pass_at_2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6) + 1) / 3)
     assert out["eval/right/pass_at_4"] == 1.0  # over the two prompts with four scored answers
-    assert out["eval/right/maj_at_4"] == pytest.approx((0.5 + 1 / 4 + 2 / 3) / 3)
+    # The first digit is the answer: 0, 1, 2, 3 in the first prompt, all the same in the others, half of them judged right.
+    assert out["eval/right/maj_at_4"] == pytest.approx((0.5 + 1 / 4) / 2)
+    assert out["eval/right/maj_at_2"] == pytest.approx((0.5 + 1 / 4 + 2 / 3) / 3)
+    assert "eval/right/maj_at_1" not in out
     assert (out["eval/version_first"], out["eval/version_last"]) == (3, 3)
     for name in [name for name in out if "ci_low" in name]:
         base = name.removesuffix("/ci_low")

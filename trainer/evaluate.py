@@ -16,7 +16,7 @@ from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
-from trtl_rl.trainer.estimates import Estimate, estimate, majority, pass_at_k, powers_up_to
+from trtl_rl.trainer.estimates import Estimate, estimate, maj_at_k, pass_at_k, powers_up_to
 from trtl_rl.trainer.rollout_state import Cost
 
 _CHUNK = 256  # prompts between two signs of progress
@@ -46,8 +46,9 @@ class Evaluator:
         mean score of sampled and of greedy answers (mean@n and mean@1), over prompts
     ``eval/NAME/pass_at_k``
         k = 1, 2, 4, …, n, where n > 1: unbiased (:func:`pass_at_k`)
-    ``eval/NAME/maj_at_n``
-        the majority's answer, where n > 1 and the scorer is among ``final_answers``
+    ``eval/NAME/maj_at_k``
+        k = 2, 4, …, n: whether the majority of k answers is right, unbiased (:func:`maj_at_k`); of scorers among
+        ``final_answers``. Of one answer it would be ``pass_at_1``
     ``…/ci_low``, ``…/ci_high``
         95 % interval of each of these (:func:`estimate`)
     ``eval/version_first``, ``eval/version_last``
@@ -127,15 +128,13 @@ class Evaluator:
             return out
         right = [[score >= self.config.pass_score for score in item.scores] for item in found]
         for k in powers_up_to(samples):
-            values = [pass_at_k(len(goods), sum(goods), k) for goods in right if len(goods) >= k]
-            if values:
-                out.update(_entry(f"{name}/pass_at_{k}", estimate(values)))
-        if final_answer is not None:
-            votes = [
-                majority([final_answer(text) for text in item.texts], goods)
-                for item, goods in zip(found, right, strict=True)
-            ]
-            out.update(_entry(f"{name}/maj_at_{samples}", estimate(votes)))
+            enough = [(item.texts, goods) for item, goods in zip(found, right, strict=True) if len(goods) >= k]
+            if not enough:
+                break
+            out.update(_entry(f"{name}/pass_at_{k}", estimate([pass_at_k(len(g), sum(g), k) for _, g in enough])))
+            if final_answer is not None and k > 1:
+                votes = [maj_at_k([final_answer(text) for text in texts], goods, k) for texts, goods in enough]
+                out.update(_entry(f"{name}/maj_at_{k}", estimate(votes)))
         return out
 
     def _answer(
