@@ -10,18 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from trtl_rl.config import validate_config
 from trtl_rl.config_data import EvaluationConfig
 from trtl_rl.errors import RewardError, UserError
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.flops.ledger import Ledger
+from trtl_rl.model.source import find_model
 from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Reward
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
+from trtl_rl.tasks.rows import Rows
+from trtl_rl.tasks.task import Task
 from trtl_rl.trainer.estimates import estimate, maj_at_k, pass_at_k, powers_up_to
-from trtl_rl.trainer.evaluate import Evaluations, Evaluator
+from trtl_rl.trainer.evaluate import Evaluations, Evaluator, evaluation_prompts
 
 SHAPE = ModelShape(layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=16)
 
@@ -228,6 +232,22 @@ def test_a_scorer_that_fails_beside_training_is_told_at_the_next_evaluation() ->
     with pytest.raises(RewardError, match=r"(?s)The evaluation's scorer: Reward 'right' failed .*own words"):
         evaluations.wait()
     evaluations.wait()
+
+
+def test_an_evaluation_with_rows_of_its_own_makes_no_task_of_the_run_s() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(find_model("demo").path)
+    config = validate_config({"evaluation": {"prompts": 2, "data": "x"}, "task": {"held_out": 1}})
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
+    made: list[int] = []
+
+    def task() -> Task:
+        made.append(1)
+        return Task(Rows(rows, "rows"), config, tokenizer, 20)
+
+    own = evaluation_prompts(config, Rows(rows[1:], "own"), task, tokenizer, 20)
+    assert {prompt.text for prompt in own} == {"1+1=", "2+1="} and not made
+    config = config.model_copy(update={"evaluation": EvaluationConfig(prompts=1)})
+    assert len(evaluation_prompts(config, None, task, tokenizer, 20)) == 1 and made
 
 
 def test_synchronous_runs_stop_for_evaluation_since_they_repeat() -> None:

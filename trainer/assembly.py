@@ -20,14 +20,13 @@ from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.audit import audit
 from trtl_rl.recipe.patterns import unmatched
 from trtl_rl.rollout import Prompt, Sampling
-from trtl_rl.tasks.rows import evaluation_config
 from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, resume
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_place import find_place, make_engines
 from trtl_rl.trainer.engine_start import EngineStart
-from trtl_rl.trainer.evaluate import Evaluations, Evaluator
+from trtl_rl.trainer.evaluate import Evaluations, evaluation_prompts, make_evaluator
 from trtl_rl.trainer.loading import Phases, load_model
 from trtl_rl.trainer.record import RolloutRecord
 from trtl_rl.trainer.rollouts import RolloutWorker, make_decode
@@ -113,8 +112,10 @@ class Run:
         task = self._make_task(tokenizer)
         identity["task.too_long skips"] = task.skipped
         resume.check_same_run(identity, saved.get("identity", identity))
-        evaluation_prompts, longest = self._evaluation_prompts(task, tokenizer)
-        context = self._context(task, longest)
+        held_out = evaluation_prompts(
+            c, self.trainer.evaluation_rows, lambda: task, tokenizer, self.trainer.prompt_room
+        )
+        context = self._context(task, held_out)
         phases.next()
         recipe = self.trainer.recipe
         model = load_model(self.trainer.source.path, recipe, found)
@@ -254,17 +255,7 @@ class Run:
             self.metrics.write("evaluation", step=step, metrics=metrics)
 
         evaluations = Evaluations(
-            Evaluator(
-                self._scorer,
-                evaluation_prompts,
-                engine,
-                ledger,
-                config=c.evaluation,
-                shape=shape,
-                decode=decode,
-                sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
-                seed=c.seed,
-            ),
+            make_evaluator(c, self._scorer, held_out, engine, ledger, shape=shape, decode=decode),
             lambda done, total: self.metrics.progress("evaluation", done, total, "answers"),
             told,
         )
@@ -322,22 +313,14 @@ class Run:
             self.metrics.message("warning", text)
         return task
 
-    def _evaluation_prompts(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-        """The prompts of evaluation, and the tokens of the longest one that is not among the task's."""
-        rows, count = self.trainer.evaluation_rows, self.config.evaluation.prompts
-        if rows is None:
-            return task.held_out_prompts(count), 0
-        prompts = Task(rows, evaluation_config(self.config), tokenizer, self.trainer.prompt_room).fixed_prompts(count)
-        return prompts, max(len(prompt.ids) for prompt in prompts)
-
-    def _context(self, task: Task, longest: int) -> int:
+    def _context(self, task: Task, held_out: list[Prompt]) -> int:
         """Tokens that the longest prompt and answer need; key/value buffers are made for it."""
         c = self.config
         if c.engine.max_context is not None:
             return c.engine.max_context
         if task.longest is None:
             return self.trainer.source.context if self.trainer.directory is None else self.trainer.directory.max_context
-        return max(task.longest, longest) + c.sampling.max_new_tokens
+        return max(task.longest, *(len(prompt.ids) for prompt in held_out), 0) + c.sampling.max_new_tokens
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one that was saved."""

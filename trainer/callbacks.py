@@ -30,9 +30,10 @@ class Callback:
         """After a step, in the learner's thread. ``metrics`` is the row of ``metrics.jsonl``."""
 
     def on_group(self, trainer: Trainer, group: Group) -> None:
-        """When all answers of a prompt are scored, before they are trained on, in the thread that scored them.
+        """When all answers of a prompt are scored, before they are trained on, in the thread that scored them; one group after
+        another.
 
-        It must not change them.
+        It must not change them. A checkpoint does not wait for it, the end of the run does.
         """
 
     def on_refit(self, trainer: Trainer, version: int, metrics: dict[str, float]) -> None:

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from trtl_rl.config import RunConfig
 from trtl_rl.config_data import EvaluationConfig
 from trtl_rl.engines.engine import RolloutEngine
 from trtl_rl.errors import RewardError
@@ -16,8 +18,13 @@ from trtl_rl.rewards.builtin import final_answer_of
 from trtl_rl.rewards.reward import Sample
 from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Completion, Prompt, Request, Sampling
+from trtl_rl.tasks.rows import Rows, evaluation_config
+from trtl_rl.tasks.task import Task
 from trtl_rl.trainer.estimates import Estimate, estimate, maj_at_k, pass_at_k, powers_up_to
 from trtl_rl.trainer.rollout_state import Cost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 256  # prompts between two signs of progress
 
@@ -169,6 +176,46 @@ class Evaluator:
                     found[name][sample.id[0]].scores.append(score)
                     found[name][sample.id[0]].texts.append(sample.text)
         return found
+
+
+def evaluation_prompts(
+    config: RunConfig, rows: Rows | None, task: Callable[[], Task], tokenizer: PreTrainedTokenizerBase, room: int
+) -> list[Prompt]:
+    """The prompts that a run is evaluated on.
+
+    Args:
+        rows: The evaluation's own; ``None``: it takes those that the run's task keeps from training.
+        task: Makes the run's task, which tokenises all of its rows: not called where the evaluation has its own.
+        room: Tokens of the longest prompt.
+    """
+    if rows is None:
+        return task().held_out_prompts(config.evaluation.prompts)
+    return Task(rows, evaluation_config(config), tokenizer, room).fixed_prompts(config.evaluation.prompts)
+
+
+def make_evaluator(
+    config: RunConfig,
+    scorer: RewardRunner,
+    prompts: list[Prompt],
+    engine: RolloutEngine,
+    ledger: Ledger,
+    *,
+    shape: ModelShape,
+    decode: Callable[[list[int]], str],
+) -> Evaluator:
+    """The evaluator that a run's configuration asks for."""
+    sampling = config.sampling
+    return Evaluator(
+        scorer,
+        prompts,
+        engine,
+        ledger,
+        config=config.evaluation,
+        shape=shape,
+        decode=decode,
+        sampling=Sampling(config.evaluation.temperature or sampling.temperature, sampling.max_new_tokens),
+        seed=config.seed,
+    )
 
 
 class Evaluations:

@@ -50,7 +50,8 @@ class RolloutWorker:
         tell: Takes messages for people: level and text.
         teaching: Passes over prompts and refills groups; ``None``: neither.
         fp8: Which products of the engine are in FP8, for the ledger.
-        on_group: Called with a group that is scored and will be trained on.
+        on_group: Called with a group that is scored and will be trained on, in the thread that scored it, one group after
+            another; no lock of this class is held meanwhile that anything else waits for.
 
     Attributes:
         doing: What the thread is at, for people.
@@ -92,10 +93,12 @@ class RolloutWorker:
         self._lost: dict[int, Attempt] = {}  # cancelled, and not yet all back
         self._repeat: list[Group] = []  # to be asked for again
         self._scoring: dict[Future[ScoredBatch], Group] = {}  # generated, not yet charged and closed
+        self._telling: Group | None = None  # charged, and not yet in the buffer, since ``on_group`` looks at it
         self._failure: BaseException | None = None  # of a reward
         self._signs = Signs()
         self._discards = 0
         self._lock = threading.Lock()  # an index leaves the order and enters the buffer at once, seen from outside
+        self._closing = threading.Lock()  # groups are closed one after another; taken before ``_lock``
         self._stop = threading.Event()
         self._resumable = False
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -104,7 +107,8 @@ class RolloutWorker:
         self._thread.start()
 
     def stop(self, timeout: float | None = None, *, resumable: bool = False) -> None:
-        """End the thread, if it was started, and wait for it at most ``timeout`` seconds; open requests are cancelled.
+        """End the thread, if it was started, and wait at most ``timeout`` seconds for it, and as long for ``on_group``; open
+        requests are cancelled.
 
         Args:
             resumable: The run will go on and generate the same again: what that has cost is kept apart from the roles, so
@@ -114,11 +118,15 @@ class RolloutWorker:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
+        if self._closing.acquire(timeout=-1 if timeout is None else timeout):
+            self._closing.release()
 
     def position(self) -> Position:
         """What a checkpoint keeps of this side, all of one instant; for the thread that takes batches."""
         with self._lock, self.counters.lock:
             ready = self.buffer.ready()
+            if self._telling is not None:
+                ready.append(self._telling)
             known = {group.index for group in ready}
             unfinished = [group.index for group in self.buffer.untrained() if group.index not in known]
             return Position(
@@ -225,9 +233,9 @@ class RolloutWorker:
         known = self.engine.progress()
         alive = self._signs.of_life(known)
         self.buffer.renew(self._open[id].group.index for id in alive if id in self._open)
-        self.buffer.renew(
-            group.index for group in list(self._scoring.values())
-        )  # rewards have time limits of their own
+        with self._lock:  # rewards have time limits of their own
+            scored = [*self._scoring.values(), *([self._telling] if self._telling else [])]
+        self.buffer.renew(group.index for group in scored)
         groups = self.buffer.expired(seconds)
         if not groups:
             return
@@ -318,38 +326,44 @@ class RolloutWorker:
     def _close(self, done: Future[ScoredBatch]) -> None:
         """A group is scored: it is ready for training, or discarded with the reason counted."""
         try:
-            # Counted when it is closed, under the lock: a checkpoint sees both or neither.
-            with self._lock:
-                group = self._scoring.pop(done, None)
-                if group is None or self._failure is not None:
-                    return  # the run ends
-                try:
-                    scored = done.result()
-                except BaseException:  # one that goes on with a better reward generates the group again
-                    self.ledger.apart("interrupted", self.search_flops(group))
-                    raise
-                self._take_rewards(group, scored)
-                self._charge(Cost.of(group.prompt, group.completions))
-                if len(group.scored()) < 2:
-                    self.ledger.waste("failed", self.search_flops(group))
-                    self.buffer.discard(group, "fewer than two scored samples")
-                    silent = ", ".join(name for name, values in group.components.items() if None in values)
-                    why = (
-                        f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?"
-                    )
-                    self._count_discard(group, RewardError, why)
-                elif self.teaching.refill(group, self.search_flops(group)):
-                    self._discards = 0
-                    self.ledger.waste("zero_signal", self.search_flops(group))
-                    self.buffer.discard(group, "no signal")
-                else:
-                    self._discards = 0
-                    self.ledger.waste("failed", self.search_flops(group) - self.unwasted_flops(group))
+            with self._closing:
+                with self._lock:  # counted under the lock: a checkpoint sees the group and its cost, or neither
+                    self._telling = group = self._settle(done)
+                if group is not None:
                     self.on_group(group)
-                    self.buffer.complete(group)
+                    with self._lock:
+                        self.buffer.complete(group)
+                        self._telling = None
         except BaseException as error:
             self._failure = self._failure or error
             self.buffer.fail(self._failure)
+
+    def _settle(self, done: Future[ScoredBatch]) -> Group | None:
+        """Charge a scored group; returns it where it is to be trained on."""
+        group = self._scoring.pop(done, None)
+        if group is None or self._failure is not None:
+            return None  # the run ends
+        try:
+            scored = done.result()
+        except BaseException:  # one that goes on with a better reward generates the group again
+            self.ledger.apart("interrupted", self.search_flops(group))
+            raise
+        self._take_rewards(group, scored)
+        self._charge(Cost.of(group.prompt, group.completions))
+        if len(group.scored()) < 2:
+            self.ledger.waste("failed", self.search_flops(group))
+            self.buffer.discard(group, "fewer than two scored samples")
+            silent = ", ".join(name for name, values in group.components.items() if None in values)
+            why = f"fewer than two scored samples, since {silent} returned None. Can the reward judge this data?"
+            self._count_discard(group, RewardError, why)
+            return None
+        self._discards = 0
+        if self.teaching.refill(group, self.search_flops(group)):
+            self.ledger.waste("zero_signal", self.search_flops(group))
+            self.buffer.discard(group, "no signal")
+            return None
+        self.ledger.waste("failed", self.search_flops(group) - self.unwasted_flops(group))
+        return group
 
     def _take_rewards(self, group: Group, scored: ScoredBatch) -> None:
         self.ledger.add("feedback", scored.flops, scored.seconds)

@@ -14,13 +14,11 @@ from trtl_rl.flops.ledger import Ledger
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.loading import load_tokenizer, stop_ids
 from trtl_rl.rollout import Request, Sampling
-from trtl_rl.tasks.rows import evaluation_config
 from trtl_rl.tasks.stream_task import make_task
-from trtl_rl.tasks.task import Task
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_place import find_place, make_engines
 from trtl_rl.trainer.engine_start import EngineStart
-from trtl_rl.trainer.evaluate import Evaluator
+from trtl_rl.trainer.evaluate import evaluation_prompts, make_evaluator
 from trtl_rl.trainer.loading import load_model, load_weights
 from trtl_rl.trainer.rollouts import make_decode
 
@@ -95,26 +93,16 @@ class Session:
     def evaluate(self) -> dict[str, float]:
         """``eval/…`` metrics of the run's evaluation, see :class:`Evaluator`."""
         c, trainer = self._config, self._trainer
-        task = make_task(trainer.rows, c, self._tokenizer, trainer.prompt_room)
-        rows, count = trainer.evaluation_rows, c.evaluation.prompts
-        if rows is None:
-            prompts = task.held_out_prompts(count)
-        else:
-            prompts = Task(rows, evaluation_config(c), self._tokenizer, trainer.prompt_room).fixed_prompts(count)
+        room = trainer.prompt_room
+        prompts = evaluation_prompts(
+            c, trainer.evaluation_rows, lambda: make_task(trainer.rows, c, self._tokenizer, room), self._tokenizer, room
+        )
         scorer = trainer.evaluation_scorer()
         try:
             scorer.wait_ready()
-            evaluator = Evaluator(
-                scorer,
-                prompts,
-                self._engine,
-                Ledger(parameters=0, reward_system="none"),
-                config=c.evaluation,
-                shape=self._shape,
-                decode=make_decode(self._tokenizer),
-                sampling=Sampling(c.evaluation.temperature or c.sampling.temperature, c.sampling.max_new_tokens),
-                seed=c.seed,
-            )
+            nobody = Ledger(parameters=0, reward_system="none")
+            decode = make_decode(self._tokenizer)
+            evaluator = make_evaluator(c, scorer, prompts, self._engine, nobody, shape=self._shape, decode=decode)
             found = evaluator.run()
         finally:
             scorer.close()
