@@ -1,6 +1,6 @@
 """RACE: does it find a known optimum, does noise fool it, and how a reward model shifts the demo's split.
 
-    python bench/race.py [--parts synthetic demo] [--trials 300] [--budget 5e11] [--cells 6] [--settings key=value ...]
+    python bench/race.py [--parts synthetic demo] [--trials 300] [--budget 1e12] [--cells 6] [--settings key=value ...]
 
 First synthetic responses with known optima and noise alone, through the same fit as a race's. Then the demo's own race by the
 command line: rule reward against a reward model that this script trains first. Writes ``results/race.json`` and
@@ -25,6 +25,7 @@ from trtl_rl.flops.response import fit_response
 
 COMMAND = [sys.executable, "-c", "from trtl_rl.cli.main import app; app()", "race"]
 JUDGE = Path(__file__).parent / "race_judge.py"
+SETTINGS = ["batch.prompts=16", "optimizer.warmup_steps=4"]  # many steps in cells that are short
 RANGE = (0.35, 0.93)  # of rho, about what the demo's cells span
 
 
@@ -66,7 +67,7 @@ def demo(directory: Path, budget: float, cells: int, judge_steps: int, settings:
         system = f"{{name: '{JUDGE}:judge', arguments: {{model: '{model}'}}}}"
         targets = f"evaluation.scorer=[exact_match, '{JUDGE}:final_sum']"
         options = ["--budget", str(budget), "--cells", str(cells), "--rewards", "exact_match", "--rewards", system]
-        run = [*COMMAND, *options, "--answer-tokens", "20", "--yes", f"run_dir={place}", targets, *settings]
+        run = [*COMMAND, *options, "--answer-tokens", "20", "--yes", f"run_dir={place}", targets, *SETTINGS, *settings]
     subprocess.run(run, check=True)
     race = json.loads((place / "race.json").read_text())
     shutil.copy(place / "race.png", RESULTS / "race.png")
@@ -101,9 +102,9 @@ def main() -> None:
     """Both parts; the demo's is the long one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--budget", type=float, default=5e11)
+    parser.add_argument("--budget", type=float, default=1e12)
     parser.add_argument("--cells", type=int, default=6)
-    parser.add_argument("--judge-steps", type=int, default=400)
+    parser.add_argument("--judge-steps", type=int, default=150)
     parser.add_argument("--directory", type=Path, help="of the demo's race; default: one that is thrown away")
     parser.add_argument("--parts", nargs="+", default=["synthetic", "demo"], help="what is known of the other is kept")
     parser.add_argument("--settings", nargs="*", default=[], help="key=value for the demo's cells")

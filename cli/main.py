@@ -179,7 +179,9 @@ def race(
         list[str] | None,
         typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", help="As for run; run_dir names the race's directory."),
     ] = None,
-    budget: Annotated[float, typer.Option(min=1.0, help="FLOPs of each cell.")] = 1e13,
+    budget: Annotated[
+        float | None, typer.Option(min=1.0, help="FLOPs of each cell; default: 20 steps of the costliest one.")
+    ] = None,
     cells: Annotated[int, typer.Option(min=4, help="Cells of each reward system.")] = 6,
     rewards: Annotated[
         list[str] | None, typer.Option(metavar="REWARDS", help="A reward system, as the key rewards; may be repeated.")
@@ -191,6 +193,9 @@ def race(
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="Mean answer that the plan assumes; default: the longest.")
     ] = None,
+    timed_by: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="An earlier run whose speed tells the time of cells.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="RACE", help="Continue this race.")] = None,
 ) -> None:
@@ -200,7 +205,7 @@ def race(
         from trtl_rl.cli.race import RaceOptions
         from trtl_rl.cli.race import race as begin
 
-        options = RaceOptions(budget, cells, tuple(rewards or []), tuple(axis or []), answer_tokens, yes)
+        options = RaceOptions(budget, cells, tuple(rewards or []), tuple(axis or []), answer_tokens, timed_by, yes)
         return begin(list(settings or []), options, resume)
 
     raise typer.Exit(_guard(start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import signal
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trtl_rl.cli.figures import clean, number, percent, quantity
+from trtl_rl.cli.figures import clean, duration, number, percent, quantity
 from trtl_rl.cli.progress import progress_bars
 from trtl_rl.cli.race_curve import curve
 from trtl_rl.cli.run import configuration
@@ -27,8 +28,10 @@ from trtl_rl.errors import UserError
 from trtl_rl.flops.response import MODELS, Response
 from trtl_rl.metrics import MetricsReader
 from trtl_rl.trainer.race import CAUTION, Outcome, Race, disagreements
-from trtl_rl.trainer.race_plan import Cell
+from trtl_rl.trainer.race_plan import STEPS, Cell
+from trtl_rl.trainer.race_time import Speed
 
+FEW_STEPS = 10
 _POLL_SECONDS = 0.5
 
 
@@ -36,11 +39,12 @@ _POLL_SECONDS = 0.5
 class RaceOptions:
     """What the command line gives beside the configuration; see ``Race.plan``."""
 
-    budget: float = 1e13
+    budget: float | None = None
     cells: int = 6
     rewards: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     answer_tokens: int | None = None
+    timed_by: Path | None = None
     yes: bool = False
 
 
@@ -49,14 +53,21 @@ def race(settings: list[str], options: RaceOptions, resume: Path | None) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("A RACE ends with a picture, and matplotlib is missing: pip install 'trtl-rl[report]'")
     if resume is None:
+        speed = None if options.timed_by is None else Speed.of(options.timed_by)
         grid = _planned(configuration(settings, None), options)
-    elif settings or options.rewards or options.axes:
+        grid.speed = speed
+    elif settings or options != RaceOptions(yes=options.yes):
         raise UserError("--resume goes on with the race's own plan: leave everything else out.")
     else:
         grid = Race.open(resume)
+        grid.speed = _speed_of_a_cell(grid)
     console = Console(highlight=False)
     _print_plan(grid, console)
     if resume is None:
+        if options.budget is None:
+            console.print(
+                f"The budget is what {STEPS} steps of the costliest cell take; --budget sets another.", soft_wrap=True
+            )
         if not options.yes and not _confirmed(console):
             console.print("Nothing was run.")
             return 0
@@ -117,6 +128,15 @@ def _planned(config: RunConfig, options: RaceOptions) -> Race:
     )
 
 
+def _speed_of_a_cell(grid: Race) -> Speed | None:
+    """What the last cell that has finished measured, if it says anything."""
+    for cell in reversed(grid.cells):
+        if grid.outcome(cell) is not None:
+            with contextlib.suppress(UserError):
+                return Speed.of(grid.run_dir(cell))
+    return None
+
+
 def _confirmed(console: Console) -> bool:
     """Ask on a terminal; without one, --yes is needed."""
     if not sys.stdin.isatty():
@@ -127,24 +147,48 @@ def _confirmed(console: Console) -> bool:
 def _print_plan(grid: Race, console: Console) -> None:
     lengths = grid.lengths
     total = quantity(grid.budget * len(grid.cells), "FLOP")
+    seconds = [grid.seconds(cell) for cell in grid.cells]
     console.print(
         f"RACE: {len(grid.cells)} cells of {quantity(grid.budget, 'FLOP')} each, {total} together; evaluations come on top. "
         f"Predicted for prompts of {lengths.prompt} tokens and answers of {lengths.answer}, every group with a signal:",
         soft_wrap=True,
     )
-    table = _table("cell", "steps", "search", "learning", "feedback", "rho")
+    table = _table("cell", "steps", "search", "learning", "feedback", "rho", "time")
     unknown = False
-    for cell in grid.cells:
+    for cell, taken in zip(grid.cells, seconds, strict=True):
         split = cell.split
         unknown |= split.feedback is None
         feedback = "?" if split.feedback is None else percent(split.feedback / split.total)
         shares = [percent(part / split.total) for part in (split.search, split.learning)]
         rho = number(split.update_fraction, 2) + ("?" if split.feedback is None else "")
-        table.add_row(clean(cell.name), str(cell.steps), *shares, feedback, rho)
+        table.add_row(clean(cell.name), str(cell.steps), *shares, feedback, rho, _time(taken))
     console.print(table)
     if unknown:
         console.print("?: a reward model that does not say what it will spend; it is measured when it runs.")
+    console.print(Text(_timing(grid, seconds)), soft_wrap=True)
+    if (fewest := min(cell.steps for cell in grid.cells)) < FEW_STEPS:
+        console.print(
+            Text(f"Few steps: a cell takes {fewest}. A larger --budget would show more than a run's start."),
+            soft_wrap=True,
+        )
     console.print(Text(f"{CAUTION} Directory: {clean(grid.directory)}"), soft_wrap=True)
+
+
+def _time(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"~{duration(seconds)}"
+
+
+def _timing(grid: Race, seconds: Sequence[float | None]) -> str:
+    """Where predicted times come from, or how to get some."""
+    if grid.speed is None:
+        return "Time: unknown. --timed-by RUN tells it from a run of this configuration on this machine; steps=5 are enough."
+    known = [taken for taken in seconds if taken is not None]
+    text = f"Time: by what {clean(grid.speed.source)} measured, on a machine as busy as then; "
+    if len(known) == len(seconds):
+        return f"{text}about {duration(sum(known))} together."
+    differs = sorted({key for cell in grid.cells for key in grid.speed.differs(grid.config_of(cell))})
+    why = f"{', '.join(differs)} differ" if differs else "a reward spends FLOPs of which it shows nothing"
+    return f"{text}unknown where {why}."
 
 
 def _run(grid: Race, outcomes: dict[str, Outcome], console: Console) -> bool:

@@ -173,6 +173,9 @@ def test_a_reward_model_gives_the_logits_of_transformers_and_its_flops(
     linears = 2 * tokens * (2 * (4 * 16 * 16 + 3 * 16 * 32) + 16)
     assert batch.flops == linears + 4 * 2 * 16 * pairs
     assert reward.take_flops() == 0
+    # what a plan is told before: as if each had its length, or that nobody knows
+    told = [reward.expected_flops(4, n - 4) for n in lengths]
+    assert told == [None] * 3 if not known else sum(filter(None, told)) == batch.flops
 
 
 @pytest.mark.slow

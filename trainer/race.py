@@ -32,6 +32,7 @@ from trtl_rl.trainer.race_plan import (
     Cell,
     Lengths,
     Split,
+    budget_for,
     cell_config,
     cell_name,
     default_axes,
@@ -40,6 +41,7 @@ from trtl_rl.trainer.race_plan import (
     predict,
     spread,
 )
+from trtl_rl.trainer.race_time import Speed
 from trtl_rl.trainer.trainer import Trainer
 
 CAUTION = (
@@ -79,6 +81,7 @@ class Race:
         base: The configuration that cells override, as a tree of plain values.
         rewards: Reward systems, each the value of ``rewards``; ``labels`` are their names.
         cells: In the order in which they run.
+        speed: What an earlier run measured, to tell the time of cells; None: it is unknown.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Race:
     ) -> None:
         self.directory, self.base, self.budget = directory, base, budget
         self.rewards, self.labels, self.lengths, self.cells = rewards, labels, lengths, cells
+        self.speed: Speed | None = None
         self._trainer: Trainer | None = None
         self._stopped = False
 
@@ -102,7 +106,7 @@ class Race:
         directory: Path,
         config: RunConfig,
         *,
-        budget: float,
+        budget: float | None,
         count: int,
         rewards: Sequence[Any] = (),
         axes: Sequence[str] = (),
@@ -111,7 +115,7 @@ class Race:
         """Choose the cells and check every one of their configurations; nothing is written or run.
 
         Args:
-            budget: FLOPs of each cell.
+            budget: FLOPs of each cell; None: what ``STEPS`` steps of the costliest cell take.
             count: Cells of each reward system.
             rewards: Values of ``rewards``; none: the configuration's own.
             axes: ``key=v1,v2`` …; none: updates per rollout from few to many.
@@ -133,13 +137,16 @@ class Race:
         base["run_dir"] = None
         systems = list(rewards) or [base["rewards"]]
         lengths = Lengths(_prompt_tokens(config), answer_tokens or config.sampling.max_new_tokens)
-        race = cls(directory, base, budget, systems, _labels(systems), lengths, [])
+        race = cls(directory, base, budget or 1.0, systems, _labels(systems), lengths, [])
         candidates = parse_axes(axes) if axes else default_axes(config)
-        for index, label in enumerate(race.labels):
+        chosen = []
+        for index in range(len(systems)):
             known = [(overrides, race._predicted(index, overrides)) for overrides in candidates]
-            for overrides, split in spread(known, count):
-                steps = planned_steps(budget, split)
-                race.cells.append(Cell(cell_name(label, overrides), index, overrides, steps, split))
+            chosen += [(index, overrides, split) for overrides, split in spread(known, count)]
+        race.budget = budget or budget_for([split for _, _, split in chosen])
+        for index, overrides, split in chosen:
+            steps = planned_steps(race.budget, split)
+            race.cells.append(Cell(cell_name(race.labels[index], overrides), index, overrides, steps, split))
         if len(race.cells) < FEWEST * len(systems):
             raise UserError(
                 f"{len(race.cells) // len(systems)} cells for each reward system are too few for a fit: at least {FEWEST} are "
@@ -180,6 +187,10 @@ class Race:
 
     def run_dir(self, cell: Cell) -> Path:
         return self.directory / "cells" / cell.name
+
+    def seconds(self, cell: Cell) -> float | None:
+        """How long a cell will take by ``speed``; None: unknown."""
+        return None if self.speed is None else self.speed.seconds(self.config_of(cell), cell.split, cell.steps)
 
     def save(self, **found: Any) -> None:
         """Write ``race.json``: the plan, and what was found so far."""

@@ -30,6 +30,7 @@ from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.rewards.reward import Reward, unbound
 
+STEPS = 20  # of the costliest cell where no budget is given [D]: with fewer a run shows little but its start
 HEADROOM = 4  # a cell may take so many times its planned steps: its budget ends it
 
 
@@ -115,8 +116,10 @@ def _feedback(rewards: Sequence[Reward], completions: int, lengths: Lengths) -> 
     total = 0.0
     for reward in rewards:
         function = unbound(reward.function)
-        if (expected := getattr(function, "expected_flops", None)) is not None:
-            total += completions * int(expected(lengths.prompt, lengths.answer))
+        expected = getattr(function, "expected_flops", None)
+        flops = None if expected is None else expected(lengths.prompt, lengths.answer)
+        if flops is not None:
+            total += completions * int(flops)
         elif hasattr(function, "take_flops"):
             return None
     return total
@@ -181,3 +184,14 @@ def cell_name(reward: str, overrides: Mapping[str, Any]) -> str:
 def planned_steps(budget: float, split: Split) -> int:
     """How many steps of ``split`` a budget pays for, at least one."""
     return max(1, math.ceil(budget / split.total))
+
+
+def budget_for(splits: Sequence[Split]) -> float:
+    """FLOPs of ``STEPS`` steps of the costliest cell, rounded up to two digits; what a reward model spends unsaid is not in it.
+
+    >>> budget_for([Split(1e9, 3.2e9), Split(1e9, 7.63e9)])
+    180000000000.0
+    """
+    most = STEPS * max(split.total for split in splits)
+    digit = 10.0 ** (math.floor(math.log10(most)) - 1)
+    return math.ceil(most / digit) * digit

@@ -31,7 +31,7 @@ class Reward:
             parameters for. It returns, or as ``async def`` awaits, one number or ``None`` for each completion, or an exception
             in the place of one that it failed to judge. An
             optional method ``take_flops()`` gives the FLOPs that it has used since the last call, which count as feedback; with
-            ``expected_flops(prompt_tokens, answer_tokens)`` beside, a RACE knows them before it has run.
+            ``expected_flops(prompt_tokens, answer_tokens)`` beside (of one completion, or ``None``), a RACE knows them before.
         weight: Factor in the total.
         in_process: Whether it runs in the trainer's process; ``None`` leaves that to the loader: only the two cheapest
             built-in ones do.

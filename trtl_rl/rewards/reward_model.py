@@ -77,6 +77,17 @@ class RewardModel:
         taken, self._flops = self._flops, 0
         return taken
 
+    def expected_flops(self, prompt_tokens: int, answer_tokens: int) -> int | None:
+        """What one completion will cost, by the sizes of the model alone, if its tokens are as many as the policy's; ``None``
+        for a model of another kind. A RACE plans with it."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.name)
+        if config.model_type not in _KNOWN:
+            return None
+        tokens = min(prompt_tokens + answer_tokens, self.max_tokens or prompt_tokens + answer_tokens)
+        return formulas.reward_model(ModelShape.from_hf_config(config), tokens)
+
     def _text(self, prompt: Any, completion: Any) -> str:
         if not self._tokenizer.chat_template:
             return (prompt if isinstance(prompt, str) else text_of(prompt)) + text_of(completion)
