@@ -16,7 +16,8 @@ from trtl_rl.kernels.units import head_backward
 
 if TYPE_CHECKING:
     from trtl_rl.model.kv import Blocks, Rows
-    from trtl_rl.model.weights import DecoderWeights, LayerWeights, Operand
+    from trtl_rl.model.operand import Operand
+    from trtl_rl.model.weights import DecoderWeights, LayerWeights
 
 
 def before_attention(x: Tensor, layer: LayerWeights, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,8 @@ from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.finite import first_not_finite, is_finite
 from trtl_rl.model.kv import Blocks, RopeTables, Rows
 from trtl_rl.model.layer import Attend, decoder_layer
-from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, Operand, tensor_specs
+from trtl_rl.model.operand import Operand
+from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, tensor_specs
 from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.recipe import expand
 

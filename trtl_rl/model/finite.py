@@ -18,7 +18,8 @@ from trtl_rl.kernels.linear import project
 from trtl_rl.model.description import LINEARS
 from trtl_rl.model.kv import Rows
 from trtl_rl.model.layer import Attend
-from trtl_rl.model.weights import DecoderWeights, LayerWeights, Operand
+from trtl_rl.model.operand import Operand
+from trtl_rl.model.weights import DecoderWeights, LayerWeights
 
 
 def is_finite(hidden: Tensor, *outputs: Tensor) -> bool:

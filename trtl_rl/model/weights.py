@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from trtl_rl.kernels.kernel_set import HeadUnits, KernelSet, LayerUnits
-from trtl_rl.kernels.ops import pack
 from trtl_rl.kernels.spec import LayerSpec, LinearSpec
 from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.operand import Operand
 from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.coverage import Coverage, CoveredLinear
-from trtl_rl.recipe.formats import BlockFormat
 
 SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight_scale_inv
 
@@ -75,92 +74,15 @@ def tensor_specs(description: DecoderDescription) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: spec.name)
 
 
-class Operand:
-    """What one GEMM needs: the weight [sum N, K], bias and adapters; parts are checkpoint linears one above the other.
+def zero_adapters(description: DecoderDescription) -> dict[str, Tensor]:
+    """Adapters in the layout of :func:`tensor_specs` with which the model is its base."""
+    specs = [spec for spec in tensor_specs(description) if spec.name.endswith((LORA_A, LORA_B))]
+    return {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
 
-    Args:
-        packed: Keep the weight packed for decoding, as engines do: the values are gone once all parts were filled.
 
-    Attributes:
-        values: The decoded weight, float32 or with ``compute: bf16`` bfloat16.
-        packed: The weight as decoding multiplies it fastest, or None.
-        down: A of all parts, [ranks, K], or None.
-        ups: For each part with an adapter scaling·B, [N, rank].
-    """
-
-    def __init__(self, spec: LinearSpec, names: Sequence[str], device: torch.device, packed: bool) -> None:
-        self.spec = spec
-        self.names = list(names)
-        dtype = spec.operand_dtype
-        self.packed = torch.zeros(0, dtype=dtype, device=device) if packed else None
-        self.values = torch.zeros(0 if packed else spec.columns, spec.in_features, dtype=dtype, device=device)
-        self.bias = torch.zeros(spec.columns, device=device) if spec.bias else None
-        self.gradient_values: Tensor | None = None  # a learner's, where DGrad and the forward pass see other weights
-        self.down = torch.zeros(sum(spec.ranks), spec.in_features, dtype=dtype, device=device) if spec.adapted else None
-        self.ups = {
-            name: torch.zeros(n, rank, dtype=dtype, device=device)
-            for name, rank, n in zip(names, spec.ranks or (0,) * len(names), spec.out_features, strict=True)
-            if rank
-        }
-        self.scalings: dict[str, float] = {}
-        self.formats: dict[str, BlockFormat | None] = {}
-        self._rank_starts = dict(zip(self.ups, _starts([rank for rank in spec.ranks if rank]), strict=True))
-        self._starts = dict(zip(names, _starts(spec.out_features), strict=True))
-        self._missing: set[str] = set()  # parts that a packed operand still waits for
-
-    def begin(self) -> None:
-        """Take new tensors in place of those that a packed operand shares with another version; all parts follow."""
-        assert self.packed is not None
-        self.values = self.values.new_empty(self.spec.columns, self.spec.in_features)
-        self._missing = set(self.names)
-        self.bias = None if self.bias is None else self.bias.clone()
-        self.down = None if self.down is None else self.down.clone()
-        self.ups = {name: up.clone() for name, up in self.ups.items()}
-
-    def tensors(self) -> list[Tensor]:
-        """What a unit takes: the operand; the bias, if there is one; the adapters' down and up projections."""
-        return self._with(self.values if self.packed is None else self.packed)
-
-    def gradient_tensors(self) -> list[Tensor]:
-        """What a backward unit takes."""
-        return self._with(self.values if self.gradient_values is None else self.gradient_values)
-
-    def _with(self, values: Tensor) -> list[Tensor]:
-        bias = [] if self.bias is None else [self.bias]
-        return [values, *bias] if self.down is None else [values, *bias, self.down, *self.ups.values()]
-
-    def fill(self, name: str, values: Tensor) -> None:
-        """Store the decoded weight [N, K] float32 of the part ``name``."""
-        start = self._starts[name]
-        for operand in (self.values, self.gradient_values):  # fill_gradient comes after, for the parts that differ
-            if operand is not None:
-                operand[start : start + values.shape[0]].copy_(values)
-        if self.packed is not None:
-            self._missing.remove(name)
-            if not self._missing:
-                self.packed, self.values = pack(self.values), self.values.new_empty(0, self.spec.in_features)
-
-    def fill_gradient(self, name: str, values: Tensor) -> None:
-        """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""
-        if self.gradient_values is None:
-            self.gradient_values = self.values.clone()
-        start = self._starts[name]
-        self.gradient_values[start : start + values.shape[0]].copy_(values)
-
-    def fill_adapter(self, name: str, a: Tensor | None, b: Tensor | None, scaling: float) -> None:
-        """Store A [rank, K] or B [N, rank] of the part ``name``; scaling goes into B."""
-        if a is not None:
-            assert self.down is not None
-            start = self._rank_starts[name]
-            self.down[start : start + a.shape[0]].copy_(a)
-        if b is not None:
-            self.ups[name].copy_(b * scaling)
-            self.scalings[name] = scaling
-
-    def fill_bias(self, name: str, values: Tensor) -> None:
-        assert self.bias is not None
-        start = self._starts[name]
-        self.bias[start : start + values.shape[0]].copy_(values)
+def _is_weight(name: str) -> bool:
+    """Whether a tensor is a weight, or the scales of one, and no bias or adapter."""
+    return name.endswith((".weight", SCALE_SUFFIX)) and not name.endswith((LORA_A, LORA_B))
 
 
 class LayerWeights:
@@ -262,6 +184,18 @@ class DecoderWeights:
         other._operands = other._by_name()
         return other
 
+    def base(self) -> DecoderWeights:
+        """The same model with adapters of zeros. It shares all other tensors with these, also what is loaded into them later."""
+        assert not self._packed
+        other = copy(self)
+        other.layers, other.head = [layer.copy() for layer in self.layers], copy(self.head)
+        for layer in other.layers:
+            for operand in layer.operands():
+                operand.ups = {name: torch.zeros_like(up) for name, up in operand.ups.items()}
+            layer.changed()
+        other._operands = other._by_name()
+        return other
+
     def exchange(self, other: DecoderWeights) -> None:
         """Trade places with a successor, in microseconds: who holds this object computes with the other's tensors from now on."""
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
@@ -269,12 +203,13 @@ class DecoderWeights:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Decode a whole or partial version, given in the layout of :func:`tensor_specs`.
 
-        Of a packed operand all parts must come, which :meth:`with_parts` sees to.
+        Of a packed operand all weights must come or none, which :meth:`with_parts` sees to.
         """
         if self._packed:
+            whole = {self._operand_of(name) for name in tensors if _is_weight(name)}
             touched = [self._operand_of(name) for name in tensors]
             for operand in dict.fromkeys(operand for operand in touched if operand is not None):
-                operand.begin()
+                operand.begin(weights=operand in whole)
         for name, given in tensors.items():
             if name.endswith(SCALE_SUFFIX):
                 continue
@@ -302,9 +237,12 @@ class DecoderWeights:
             layer.changed()
 
     def with_parts(self, names: set[str], available: Iterable[str]) -> set[str]:
-        """``names`` of tensors, and those among ``available`` that are decoded together with one of them."""
-        operands = {self._operand_of(name) for name in names} - {None}
-        return names | {name for name in available if self._operand_of(name) in operands}
+        """``names`` of tensors, and those among ``available`` that are decoded together with one of them.
+
+        Adapters and biases are not: where they alone have changed, the packed weight goes on.
+        """
+        operands = {self._operand_of(name) for name in names if _is_weight(name)} - {None}
+        return names | {name for name in available if _is_weight(name) and self._operand_of(name) in operands}
 
     def _operand_of(self, name: str) -> Operand | None:
         """The operand that a tensor is a part of; None for norms and an embedding that is not the head too."""
@@ -372,11 +310,3 @@ def _operands(specs: Sequence[LinearSpec], names: Sequence[str], device: torch.d
 
 def _tensors(operands: Sequence[Operand]) -> list[Tensor]:
     return [tensor for operand in operands for tensor in operand.tensors()]
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    out, total = [], 0
-    for n in sizes:
-        out.append(total)
-        total += n
-    return out

@@ -38,9 +38,17 @@ class Manifest:
     base: str | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], version: int, coverage: str) -> Manifest:
+    def of(
+        cls, tensors: Mapping[str, Tensor], version: int, coverage: str, known: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """Describe a version.
+
+        Args:
+            known: Digests of tensors that need not be read again.
+        """
+        known = known or {}
         entries = (
-            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
+            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), known.get(name) or tensor_digest(tensor))
             for name, tensor in sorted(tensors.items())
         )
         return cls(version, coverage, tuple(entries))

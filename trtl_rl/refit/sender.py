@@ -36,6 +36,11 @@ class Sent:
     tensors: Mapping[str, Tensor]
     manifest: Manifest
 
+    def digests_in(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Digests of those ``tensors`` that are this version's very objects, as a frozen base's are: they have not changed."""
+        known = self.manifest.digests
+        return {name: known[name] for name, tensor in tensors.items() if self.tensors.get(name) is tensor}
+
 
 @dataclass(frozen=True)
 class RefitReport:
@@ -86,7 +91,7 @@ def send(
     start = time.perf_counter()
     if contract is not None:
         contract.check(tensors)
-    manifest = Manifest.of(tensors, version, coverage)
+    manifest = Manifest.of(tensors, version, coverage, {} if previous is None else previous.digests_in(tensors))
     base = previous if mode == "delta" else None
     takes_changes = target.begin_refit(replace(manifest, base=None if base is None else base.manifest.digest))
     try:
