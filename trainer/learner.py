@@ -246,9 +246,14 @@ class Learner:
         asked = first * (self.loss.needs_old_logprobs + self.loss.needs_reference_logprobs)
         fp8 = (1 + asked) * self.fp8.forward_flops(positions, tokens) + self.fp8.backward_flops(positions, tokens)
         fp8 += self.fp8.forward_flops(positions if checkpointing else 0, tokens if again else 0)
-        # Filling rows pass the linears as all others do, and attend to nothing.
-        padding = (3 + checkpointing + asked) * 2 * self.shape.linear_parameters * (-positions % TOKEN_TILE)
-        padding += (3 + again + asked) * formulas.head(self.shape, rows - tokens)
+        padding = formulas.padding(
+            self.shape,
+            -positions % TOKEN_TILE,
+            rows - tokens,
+            scored=asked,
+            checkpointing=checkpointing,
+            head_again=again,
+        )
         flops = recomputed + sum(
             formulas.learning(self.shape, p, a) + asked * formulas.forward(self.shape, p, a) for p, a in pairs
         )

@@ -24,7 +24,7 @@ Section 3 of arXiv 2607.13389 gives the roles [R]; the accounting is our own der
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -124,6 +124,23 @@ class ModelShape:
             lora_down=sum(n for name, n in sizes.items() if name.endswith(".lora_A.weight")),
             lora_up=sum(n for name, n in sizes.items() if name.endswith(".lora_B.weight")),
         )
+
+    def adapted(self, rank: int, roles: Collection[str]) -> ModelShape:
+        """The same decoder with an adapter of ``rank`` (0: none) on the linears ``roles`` of each layer (``q_proj`` …)."""
+        assert not self.experts, "adapters of experts are not computed here"
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {
+            "q_proj": (self.hidden, q),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (q, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+        chosen = [sizes[role] for role in roles]
+        times = self.layers * rank
+        return replace(self, lora_down=times * sum(k for k, _ in chosen), lora_up=times * sum(n for _, n in chosen))
 
     @property
     def linear_parameters(self) -> int:
@@ -245,6 +262,28 @@ def recompute(
     again = _attention(shape, _pairs(tokens)) * 3 // 2 + 2 * shape.lora_down * tokens
     again += layers(shape, tokens) if checkpointing else 0
     return again + (head(shape, answer_tokens) if head_again else 0)
+
+
+def padding(
+    shape: ModelShape,
+    positions: int,
+    head_rows: int,
+    *,
+    scored: int = 0,
+    checkpointing: bool = False,
+    head_again: bool = False,
+) -> int:
+    """FLOPs of rows that fill up the tiles of :func:`learning`: they pass the linears as all others do, and attend to nothing.
+
+    Args:
+        positions, head_rows: Filling rows of the layers, and of the head.
+        scored: Forward passes beside, see :func:`forward`.
+        checkpointing, head_again: As for :func:`recompute`.
+    """
+    passes = 2 if shape.lora_parameters else 3  # forward and dX, and dW where weights are trained
+    again = scored + checkpointing
+    weights = (passes + again) * shape.linear_parameters + (3 + again) * shape.lora_parameters + shape.lora_down
+    return 2 * weights * positions + (passes + scored + head_again) * head(shape, head_rows)
 
 
 def critic(shape: ModelShape, prompt_tokens: int, answer_tokens: int) -> int:
