@@ -28,6 +28,7 @@ from trtl_rl.rollout import Request
 if TYPE_CHECKING:
     from trtl_rl.engines.backends import Backend
     from trtl_rl.kernels.kernel_set import KernelSet
+    from trtl_rl.model.description import DecoderDescription
 
 
 class Child:
@@ -44,6 +45,7 @@ class Child:
         self._receiver = Receiver(refits.makefile("rb", buffering=0))  # what follows a bucket is the next message
         self._engine: Any = None  # a RolloutEngine that is stepped: see backends.py
         self._kernels: KernelSet | None = None
+        self._description: DecoderDescription | None = None
         self._waiting_pause: list[int] = []
         self._sent = self._told = 0.0  # when this said anything, and how far unfinished requests have got
         self._beside = threading.Lock()  # held by the thread of refits while it works
@@ -133,7 +135,9 @@ class Child:
 
     def _do_configure(self, backend: Backend, description: dict[str, Any], **rest: Any) -> dict[str, Any]:
         from trtl_rl.engines.backends import make_engine
+        from trtl_rl.model.description import DecoderDescription
 
+        self._description = DecoderDescription.from_json(description)
         made = make_engine(backend, description, **rest)
         self._engine, self._kernels = made.engine, made.kernels
         return made.about
@@ -141,7 +145,7 @@ class Child:
     def _do_load(self, directory: str) -> dict[str, Any]:
         from trtl_rl.engines.directory import EngineDirectory
 
-        return asdict(EngineDirectory.open(directory).load_into(self._running()))
+        return asdict(EngineDirectory.open(directory).load_into(self._running(), self._description))
 
     def _do_quantiser(self, seed: int, rows: int, columns: int) -> Any:
         return self._running().quantiser(seed, rows, columns)

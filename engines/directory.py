@@ -179,11 +179,16 @@ class EngineDirectory:
             raise UserError(f"{self.path}: its weights were changed after the engine was built: their digest differs.")
         return tensors
 
-    def load_into(self, engine: RefitTarget) -> RefitResult:
-        """Bring an engine to version 0, which is the checkpoint."""
+    def load_into(self, engine: RefitTarget, description: DecoderDescription | None = None) -> RefitResult:
+        """Bring an engine to version 0, which is the checkpoint.
+
+        Args:
+            description: What the engine runs, where that has adapters beside this model: they are zeros then.
+        """
+        from trtl_rl.model.weights import zero_adapters
         from trtl_rl.refit.manifest import Manifest, buckets
 
-        tensors = self.tensors()
+        tensors = {**self.tensors(), **zero_adapters(description or self.description)}
         engine.begin_refit(Manifest.of(tensors, 0, self.description.coverage.digest))
         for bucket in buckets(tensors, _BUCKET_BYTES):
             engine.write(bucket)

@@ -22,7 +22,7 @@ from trtl_rl.recipe.patterns import unmatched
 from trtl_rl.rollout import Prompt, Sampling
 from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
-from trtl_rl.trainer import buffer_state, checkpoint, resume
+from trtl_rl.trainer import buffer_state, checkpoint, lora, resume
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_place import find_place, make_engines
 from trtl_rl.trainer.engine_start import EngineStart
@@ -121,7 +121,11 @@ class Run:
         model = load_model(self.trainer.source.path, recipe, found)
         for text in unmatched(recipe, model):
             self.metrics.message("warning", text)
-        parts = checkpoint.ModelParts(model.config, modelopt_state.capture(model), recipe.text)
+        config = None if c.lora.rank else model.config
+        parts = checkpoint.ModelParts(config, modelopt_state.capture(model), recipe.text)
+        adapters = None
+        if c.lora.rank:  # after the capture: ModelOpt's state is the base's, on which a resume puts them again
+            adapters = lora.Adapters(model, c.lora, seed=c.seed, base=lora.base_name(self.trainer.source))
         phases.next()
         decoder, kernels = bind(c, self.trainer.directory, self.metrics, model, context)
         if saved and saved["kernels"] != kernels.identity:
@@ -159,6 +163,8 @@ class Run:
             # Before a checkpoint is loaded: a resumed run keeps to the model that the run began with.
             reference=freeze(decoder, kernels) if loss.needs_reference_logprobs else None,
         )
+        if adapters is not None:
+            adapters.save_with(learner.accelerator)
         if found is not None:
             checkpoint.load(found, learner.accelerator)
             ledger.load_state_dict(saved["ledger"])
@@ -166,6 +172,8 @@ class Run:
             learner.configure_optimizer(self.state.step * c.batch.updates)
         first = self.state.step
         decoder.refresh(first)
+        if adapters is not None:
+            self.metrics.message("info", lora.summary(decoder))
         phases.next()
         bring_up = EngineStart(
             c,
@@ -331,6 +339,7 @@ class Run:
             "task": c.task.model_dump(mode="json"),
             "recipe": self.trainer.recipe.digest,
             "batch.group_size": c.batch.group_size,
+            **lora.identity(c.lora, self.trainer.source),
         }
 
     def _describe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
@@ -31,7 +32,7 @@ def bind(
     from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
     from trtl_rl.model.bind import TrainableDecoder, describe
 
-    if directory is not None and directory.description != describe(model):
+    if directory is not None and directory.description != replace(describe(model), adapters=()):
         raise UserError(
             f"engine.path={directory.path} was built from a model with another config.json than model={config.model}. "
             "Build an engine from this one."

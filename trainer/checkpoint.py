@@ -3,7 +3,8 @@
 A checkpoint ``step-N`` holds Accelerate's state (FP32 weights as safetensors; optimizer, schedule and random states), the
 model's ``config.json``, the recipe's text, ModelOpt's state of the quantised modules, ``manifest.json`` with size and hash
 of each of those, and ``state.json``: step, counters, ledger, configuration, where in the data the run is, and the groups
-that are ready to be trained on. ``state.json`` carries a hash of its own, since it alone may be replaced later.
+that are ready to be trained on. ``state.json`` carries a hash of its own, since it alone may be replaced later. With LoRA
+it holds peft's files of the adapters in the weights' place (``lora.py``).
 
 Whose files these are: Accelerate and ModelOpt write pickles. They are read with ``weights_only``, which runs no code, and
 not at all when they belong to another user.
@@ -50,11 +51,13 @@ class ModelParts:
     """What makes a model of a checkpoint's weights; it does not change in a run.
 
     Attributes:
+        config: None for a run that saves adapters, whose base has one: beside another, transformers would take the directory for
+            a whole model.
         quantisers: ModelOpt's state, None for a run without quantisers.
         recipe: Text of the recipe.
     """
 
-    config: PreTrainedConfig
+    config: PreTrainedConfig | None
     quantisers: modelopt_state.State | None
     recipe: str
 
@@ -200,7 +203,8 @@ def _write(target: Path, accelerator: Accelerator, state: dict[str, Any], parts:
     partial = target.with_name(target.name + ".partial")
     partial.mkdir()
     accelerator.save_state(str(partial), safe_serialization=True)
-    parts.config.save_pretrained(partial)
+    if parts.config is not None:
+        parts.config.save_pretrained(partial)
     (partial / "recipe.yaml").write_text(parts.recipe)
     if parts.quantisers is not None:
         modelopt_state.write(parts.quantisers, partial)

@@ -31,6 +31,11 @@ def closing_text(trainer: Trainer, result: TrainResult) -> str:
             f"Ended after step {result.step}: for {NO_SIGNAL_LIMIT} steps in a row no group had answers of different reward, "
             f"so there was nothing to learn from. {where}"
         )
+    if trainer.config.lora.rank:
+        where += (
+            f"\nThe adapters are in {trainer.run_dir}/checkpoints/latest: PeftModel.from_pretrained(BASE, DIRECTORY) loads them, "
+            "and Trainer.save_pretrained(DIRECTORY, merge=True) adds them to the base."
+        )
     if trainer.config.model != "demo":
         return f"Reached {result.reason} after step {result.step}. {where}"
     return (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trtl_rl.engines.faulty import Fault
 from trtl_rl.errors import UserError
 from trtl_rl.refit.manifest import Manifest
-from trtl_rl.refit.sender import send
+from trtl_rl.refit.sender import Sent, send
 from trtl_rl.trainer.engine_place import EnginePlace
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class EngineStart:
         Raises:
             UserError: the directory's codes are not those that the learner computes, or the two sides run different modules.
         """
+        from trtl_rl.model.weights import zero_adapters
+
         c, decoder, directory = self.config, self.decoder, self.directory
         fault = c.engine.fault
         if fault is not None and (engine.number or (restarted and not Fault.parse(fault).always)):
@@ -84,19 +86,25 @@ class EngineStart:
         if not restarted:
             self._describe(about, served)
         coverage = decoder.description.coverage.digest
+        loaded: Sent | None = None
+        adapters = zero_adapters(decoder.description)
         if directory is not None and version == 0 and not served:
-            if engine.load(directory.path).digest != Manifest.of(tensors, 0, coverage).digest:
+            start = {**tensors, **adapters}
+            loaded = Sent(start, Manifest.of(start, 0, coverage))
+            if engine.load(directory.path).digest != loaded.manifest.digest:
                 raise UserError(
                     f"engine.path={directory.path} holds other codes than the trainer computes from "
                     f"model={c.model}: it was built with other versions. Build it again."
                 )
-        else:
+        if loaded is None or adapters:
             send(
                 engine,
                 tensors,
                 version=version,
                 coverage=coverage,
                 bucket_bytes=c.refit.bucket_bytes,
+                mode="full" if loaded is None else "delta",
+                previous=loaded,
                 contract=self.place.contract,
             )
         for one, other in (

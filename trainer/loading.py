@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from trtl_rl.errors import UserError
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.model.loading import read_model
+from trtl_rl.model.source import ModelSource
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.coverage import Coverage
 from trtl_rl.recipe.recipe import NONE, Recipe, expand
+from trtl_rl.trainer import lora
 from trtl_rl.trainer.checkpoint import read_state
 
 if TYPE_CHECKING:
@@ -73,8 +75,23 @@ def _coverage_of(recipe: Recipe, model: PreTrainedModel) -> Coverage:
     return expand(skeleton)
 
 
-def load_weights(model: PreTrainedModel, file: Path) -> None:
-    """Load a run's checkpoint into its model. Raises UserError when they do not belong together."""
+def load_policy(source: ModelSource, recipe: Recipe, checkpoint: Path | None) -> PreTrainedModel:
+    """The model that a run began with, or with the weights or adapters of its ``checkpoint``; outside of the run.
+
+    Raises:
+        UserError: as :func:`load_model` does; the checkpoint does not belong to this model.
+    """
+    model = load_model(source.path, recipe, checkpoint)
+    if checkpoint is None:
+        return model
+    if lora.holds_adapters(checkpoint):
+        lora.of_checkpoint(model, source, checkpoint)
+    else:
+        _load_weights(model, checkpoint / "model.safetensors")
+    return model
+
+
+def _load_weights(model: PreTrainedModel, file: Path) -> None:
     from safetensors.torch import load_file
 
     missing, unexpected = model.load_state_dict(load_file(file), strict=False)

@@ -9,17 +9,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtl_rl.errors import UserError
+from trtl_rl.model.source import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def written(
+    model: str | Path | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None, default: str
+) -> Path | None:
+    """A directory with the objects that were given, or None where names do; ``default`` is the model if none is given."""
+    if model is not None and not isinstance(model, str | Path):
+        return write_model(model, tokenizer)
+    if tokenizer is not None:
+        return with_tokenizer(find_model(str(model or default)).path, tokenizer)
+    return None
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Path:
     """A temporary directory with the checkpoint, until this process ends or :func:`keep_model` takes it.
 
     Raises:
-        UserError: no tokenizer is given and the model's name leads to none.
+        UserError: no tokenizer is given and the model's name leads to none; or the model has adapters.
     """
+    if getattr(model, "peft_config", None):
+        raise UserError(
+            "The model has adapters of peft already, and a run begins with new ones: add them to the base (merge_and_unload()), "
+            "or give the base and peft_config."
+        )
     directory = Path(tempfile.mkdtemp(prefix="trtl-rl-model-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model.save_pretrained(directory)

@@ -30,7 +30,7 @@ from trtl_rl.tasks.rows import open_rows
 from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.trainer import checkpoint
 from trtl_rl.trainer.checks import read_config
-from trtl_rl.trainer.loading import load_model, load_weights
+from trtl_rl.trainer.loading import load_model, load_policy
 from trtl_rl.trainer.parity_check import Parity, Progress, check
 from trtl_rl.trainer.trainer import GIVEN
 
@@ -218,9 +218,7 @@ class Subject:
     def _load(self) -> tuple[PreTrainedModel, str]:
         """The model with its quantisers, and where the trainer's weights come from."""
         if self.directory is None:
-            model = load_model(self.source.path, self.recipe, self.checkpoint)
-            if self.checkpoint is not None:
-                load_weights(model, self.checkpoint / "model.safetensors")
+            model = load_policy(self.source, self.recipe, self.checkpoint)
             return model, "of the model" if self.checkpoint is None else "of the checkpoint"
         original = self._original(self.directory)
         if isinstance(original, ModelSource):

@@ -300,8 +300,10 @@ class Race:
         """The split of a cell; its whole configuration is checked on the way, as a run would."""
         cell = Cell("check", index, overrides, 1, _NO_SPLIT)
         trainer = Trainer(args=self.config_of(cell))
-        shape = ModelShape.from_hf_config(SimpleNamespace(**trainer.source.config))
-        return predict(trainer.config, shape, self.lengths, trainer.rewards)
+        shape, c = ModelShape.from_hf_config(SimpleNamespace(**trainer.source.config)), trainer.config
+        if c.lora.rank:
+            shape = shape.adapted(c.lora.rank, c.lora.targets)
+        return predict(c, shape, self.lengths, trainer.rewards)
 
     def _run(self, cell: Cell) -> None:
         run = self.run_dir(cell)

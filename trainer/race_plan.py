@@ -6,6 +6,7 @@ rollout gives about 0.75 whatever the group's size):
 =========================  ================================================================================================
 ``batch.updates``          optimizer steps on each batch: u of them give about 6u / (2 + 6u)
 ``batch.train_group_size`` trains on k of the group's n completions: about 6k / (2n + 6k)
+``lora.rank``              adapters alone are trained: no gradient of weights, so one update costs about 4N and gives 0.67
 a reward model             adds feedback, and lowers both other shares
 groups without signal      are searched and not learned: rho falls below the plan where many groups are all right or wrong
 =========================  ================================================================================================
@@ -171,7 +172,12 @@ def spread(candidates: Sequence[tuple[dict[str, Any], Split]], count: int) -> li
 
 def cell_name(reward: str, overrides: Mapping[str, Any]) -> str:
     """A readable directory name: ``exact_match-train4-updates1``."""
-    short = {"batch.train_group_size": "train", "batch.group_size": "group", "batch.updates": "updates"}
+    short = {
+        "lora.rank": "lora",
+        "batch.train_group_size": "train",
+        "batch.group_size": "group",
+        "batch.updates": "updates",
+    }
     parts = [reward]
     for key, value in overrides.items():
         if value is not None:

@@ -19,7 +19,7 @@ from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.engine_place import find_place, make_engines
 from trtl_rl.trainer.engine_start import EngineStart
 from trtl_rl.trainer.evaluate import evaluation_prompts, make_evaluator
-from trtl_rl.trainer.loading import load_model, load_weights
+from trtl_rl.trainer.loading import load_policy
 from trtl_rl.trainer.rollouts import make_decode
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ class Session:
             self._stack.callback(self._engine.close)
             torch.set_num_threads(c.threads)
             self._tokenizer = load_tokenizer(trainer.source.path)
-            model = load_model(trainer.source.path, trainer.recipe, checkpoint)
-            if checkpoint is not None:
-                load_weights(model, checkpoint / "model.safetensors")
+            model = load_policy(trainer.source, trainer.recipe, checkpoint)
             decoder, kernels = bind(c, trainer.directory, metrics, model, context)
             decoder.refresh(0)
             self._shape = ModelShape.from_model(model)

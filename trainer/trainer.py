@@ -25,7 +25,7 @@ from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, evaluation_config, given_rows, open_evaluation_rows, open_rows
-from trtl_rl.trainer import checkpoint
+from trtl_rl.trainer import checkpoint, lora
 from trtl_rl.trainer.callbacks import Callback, Callbacks
 from trtl_rl.trainer.checks import (
     check_architecture,
@@ -36,12 +36,13 @@ from trtl_rl.trainer.checks import (
     run_directory,
 )
 from trtl_rl.trainer.closing import closing_text
-from trtl_rl.trainer.objects import keep_model, with_tokenizer, write_model
+from trtl_rl.trainer.objects import keep_model, written
 from trtl_rl.trainer.steps import weighted, with_steps
 from trtl_rl.trainer.tracking import Tracking, check_installed
 from trtl_rl.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from trtl_rl.engines.supervisor import EngineProcess
@@ -91,6 +92,7 @@ class Trainer:
             how many.
         processing_class: The tokenizer, as an object; by default the model's.
         callbacks: Follow the run, and may stop it.
+        peft_config: A ``peft.LoraConfig``, as TRL takes one, in place of the keys of ``args.lora``.
         engine: Makes an engine of your own from a log file and the engine's number: an object with the methods of
             ``EngineProcess`` (see ``examples/custom_engine.py``). By default the one that ``args.engine`` describes.
         loss: An objective of your own; overrides ``args.loss``, but for its KL and entropy terms, which it does without.
@@ -119,6 +121,7 @@ class Trainer:
         eval_dataset: Iterable[Mapping[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[Callback] = (),
+        peft_config: LoraConfig | None = None,
         *,
         engine: Callable[[Path, int], EngineProcess] | None = None,
         loss: Loss | None = None,
@@ -129,7 +132,7 @@ class Trainer:
         self.resume_by = "trtl-rl run --resume {run_dir}"
         if train_dataset is not None or reward_funcs is not None:
             self.resume_by = "the same Trainer(...) with run_dir='{run_dir}' in its args, and resume=True"
-        self._object = _written(model, processing_class, config)
+        self._object = written(model, processing_class, config.model)
         if self._object is not None or model is not None:
             config = config.model_copy(update={"model": str(self._object or model)})
         if train_dataset is not None:
@@ -142,6 +145,7 @@ class Trainer:
         self.run_dir = run_directory(self.config, resume, self.resume_by)
         self.source: ModelSource = find_model(self.config.model)
         check_architecture(self.source)
+        self.config = lora.checked(self.config, peft_config, self.source)
         self.directory = engine_directory(self.config, self.source, self.recipe)
         self.prompt_room = prompt_room(self.config, self.source, self.directory)
         check_fault(self.config)
@@ -273,19 +277,27 @@ class Trainer:
         with self._open_session(c.engine.max_context or min(self.source.context, _GENERATE_CONTEXT)) as session:
             return session.evaluate()
 
-    def save_pretrained(self, directory: str | Path, *, fp8: bool = False) -> Path:
-        """Write the newest weights as a Hugging Face checkpoint in BF16, which transformers loads.
+    def save_pretrained(self, directory: str | Path, *, fp8: bool = False, merge: bool = False) -> Path:
+        """Write the newest weights as a Hugging Face checkpoint in BF16, which transformers loads; of a run with ``lora.rank``
+        its adapters alone, which peft loads over the base.
 
         Args:
-            fp8: Write FP8 block-scale codes instead, which serving engines load.
+            fp8: Write FP8 block-scale codes instead, which serving engines load. Adapters are added to the base for that.
+            merge: Add the adapters to the base, and write a whole checkpoint.
 
         Raises:
-            UserError: the directory is in use, or the recipe has no codes.
+            UserError: the directory is in use, the recipe has no codes, or there are no adapters to merge or to write.
         """
         from trtl_rl.trainer.export import save_pretrained
 
-        weights = self.newest_checkpoint() or self.source.path
-        return save_pretrained(weights, self.source, self.recipe, Path(directory).expanduser(), fp8=fp8)
+        weights = self.newest_checkpoint()
+        if weights is None and self.config.lora.rank:
+            raise UserError(
+                f"{self.run_dir} has no checkpoint yet, so there are no trained adapters: call train() first."
+            )
+        return save_pretrained(
+            weights or self.source.path, self.source, self.recipe, Path(directory).expanduser(), fp8=fp8, merge=merge
+        )
 
     def newest_checkpoint(self) -> Path | None:
         """The newest whole checkpoint of the run, if there is one."""
@@ -383,17 +395,6 @@ class Trainer:
             replace_file(path, yaml.safe_dump(values, sort_keys=False))
         except OSError as error:
             raise DiskError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def _written(
-    model: str | Path | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig
-) -> Path | None:
-    """A directory with the objects that were given, or None where names do."""
-    if model is not None and not isinstance(model, str | Path):
-        return write_model(model, tokenizer)
-    if tokenizer is not None:
-        return with_tokenizer(find_model(str(model or config.model)).path, tokenizer)
-    return None
 
 
 __all__ = ["TrainResult", "Trainer", "TrainerConfig"]

@@ -24,6 +24,7 @@ from trtl_rl.config_parts import (
     CheckpointConfig,
     Count,
     EngineConfig,
+    LoraConfig,
     LossConfig,
     OptimizerConfig,
     ParityConfig,
@@ -67,6 +68,7 @@ class RunConfig(Part):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     buffer: BufferConfig = Field(default_factory=BufferConfig)
     refit: RefitConfig = Field(default_factory=RefitConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
@@ -115,11 +117,22 @@ class RunConfig(Part):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_stay_here(self) -> RunConfig:
+        if self.lora.rank and self.engine.backend == "tensorrt-llm":
+            raise ValueError(
+                f"lora.rank={self.lora.rank} does not go with engine.backend=tensorrt-llm: what reloads weights there takes the "
+                "checkpoint's tensors and no adapters. Use engine.backend=torch, or lora.rank=0"
+            )
+        return self
+
     @property
     def refit_mode(self) -> Literal["full", "delta"]:
-        """``refit.mode``, where ``auto`` is decided: what crosses a network is worth comparing."""
+        """``refit.mode``, where ``auto`` is decided: beside adapters nothing changes, and what crosses a network is worth
+        comparing."""
         if self.refit.mode == "auto":
-            return "delta" if self.refit.channel == "stream" or self.ray.address is not None else "full"
+            changes = self.lora.rank or self.refit.channel == "stream" or self.ray.address is not None
+            return "delta" if changes else "full"
         return self.refit.mode
 
     @field_validator("rewards", mode="before")

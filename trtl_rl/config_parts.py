@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -10,6 +10,18 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+LORA_REFUSED = {
+    "dropout": "dropout in training and none in rollouts would be two policies, and logprobs would differ",
+    "use_dora": "the kernels compute plain LoRA; DoRA divides by norms of the merged weight",
+    "lora_bias": "the kernels compute plain LoRA, whose B has no bias",
+    "bias": "beside adapters everything is frozen: the base's codes never change",
+    "modules_to_save": "beside adapters everything is frozen: the base's codes never change",
+    "trainable_token_indices": "beside adapters everything is frozen: the base's codes never change",
+    "init_lora_weights": "adapters begin as peft's default has them, A random and B zero; others begin by changing the base",
+}
+"""Settings of peft that do not go with one policy on both sides and a base that never changes, and why."""
 
 
 class Part(BaseModel):
@@ -112,7 +124,9 @@ class LossConfig(Part):
         description="grpo, dr_grpo with behaviour=recomputed: weigh tokens by min(recomputed / received probability, this).",
     )
     kl_coefficient: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Weight of the KL penalty against the model that the run began with (a second copy in memory)."
+        0.0,
+        description="Weight of the KL penalty against the model that the run began with (a second copy in memory, unless there "
+        "are adapters).",
     )
     entropy_coefficient: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
 
@@ -214,6 +228,52 @@ class OptimizerConfig(Part):
         return self
 
 
+class LoraConfig(Part):
+    """Low-rank adapters (LoRA) that are trained in the model's place; it needs peft: ``pip install 'trtl-rl[lora]'``."""
+
+    rank: Annotated[int, Field(ge=0)] = Field(
+        0, description="Rank of every adapter; 0: no adapters, all weights are trained."
+    )
+    alpha: Positive = Field(
+        32.0, description="Adapters are scaled by alpha / rank, so that one learning rate does for several ranks."
+    )
+    targets: Annotated[list[Linear], Field(min_length=1)] = Field(
+        default_factory=lambda: list(get_args(Linear)),
+        description="Linears of each layer with an adapter; default: all.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_adapters_cannot(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for key in values.keys() & LORA_REFUSED.keys():
+                raise ValueError(f"there is no lora.{key}: {LORA_REFUSED[key]}")
+        return values
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _targets(cls, value: Any) -> Any:
+        """``all-linear`` is peft's word for all of them; one name may stand without brackets."""
+        if value == "all-linear":
+            return list(get_args(Linear))
+        names = [value] if isinstance(value, str) else value
+        for name in names if isinstance(names, list) else ():
+            if name in ("lm_head", "embed_tokens"):
+                raise ValueError(
+                    f"{name} takes no adapter: the kernels compute adapters of the decoder layers' linears, which are "
+                    f"{', '.join(get_args(Linear))}"
+                )
+        return names
+
+    @model_validator(mode="after")
+    def _only_with_a_rank(self) -> LoraConfig:
+        defaults = LoraConfig.model_fields
+        for key in ("alpha", "targets"):
+            if self.rank == 0 and getattr(self, key) != defaults[key].get_default(call_default_factory=True):
+                raise ValueError(f"lora.{key} needs lora.rank: without one there are no adapters")
+        return self
+
+
 class BufferConfig(Part):
     """How far rollouts may run ahead of the learner."""
 
@@ -235,7 +295,7 @@ class RefitConfig(Part):
     mode: Literal["auto", "full", "delta"] = Field(
         "auto",
         description="full: send every tensor. delta: what changed, where that is shorter and the engine has the base. auto: delta "
-        "through a stream; memory is copied faster than versions are compared.",
+        "of adapters and through a stream; memory is copied faster than versions are compared.",
     )
     channel: Literal["shared_memory", "stream", "cuda_ipc"] | None = Field(
         None,

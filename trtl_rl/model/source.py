@@ -47,6 +47,10 @@ def find_model(name: str) -> ModelSource:
     if not path.is_dir():
         path = _download(name)
     file = path / "config.json"
+    if (path / "adapter_config.json").is_file():
+        raise UserError(
+            f"{path} holds adapters of peft, and no model: name the base, or what save_pretrained(DIR, merge=True) writes."
+        )
     if not file.is_file():
         raise UserError(f"{path} holds no config.json, so it is no Hugging Face checkpoint directory.")
     try:
