@@ -179,6 +179,14 @@ def test_a_race_that_cannot_be_scored_is_planned(tmp_path: Path) -> None:
         Race.open(tmp_path)
 
 
+def test_an_axis_of_ranks_is_planned_as_if_all_weights_were_trained(tmp_path: Path) -> None:
+    race = Race.plan(tmp_path / "r", config(), budget=1e11, count=4, axes=["lora.rank=0,2,8,64"], answer_tokens=20)
+    rho = {cell.overrides["lora.rank"]: cell.split.update_fraction for cell in race.cells}
+    # 6N against 2N for each token; without gradients of frozen weights 4N, and the larger the adapters the more of their own
+    assert rho[2] < rho[8] < rho[64] < rho[0] and rho[0] - rho[2] > 0.05
+    assert race.config_of(next(cell for cell in race.cells if cell.name == "exact_match-lora8")).lora.rank == 8
+
+
 def test_cells_have_other_budgets_or_forget_their_reward(tmp_path: Path) -> None:
     rewards = [["exact_match"], {"name": "exact_match", "weight": 2.0}]
     race = Race.plan(tmp_path / "r", config(), budget=1e11, count=4, rewards=rewards, answer_tokens=20)
