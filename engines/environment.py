@@ -95,18 +95,27 @@ def variables(python: str | None) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(_source_path())}
 
 
-def choose_channel(asked: ChannelName | None, device: str, engine: Environment) -> tuple[ChannelName, str]:
+def choose_channel(
+    asked: ChannelName | None, device: str, engine: Environment, *, apart: bool = False
+) -> tuple[ChannelName, str]:
     """What carries weights to the engine, and why, in words.
 
     Args:
         asked: ``refit.channel``; None leaves the choice.
         device: The trainer's.
+        apart: Whether there are engines that do not see the trainer's GPU.
 
     Raises:
-        UserError: memory of the GPU was asked for, and the two sides have different versions of torch, whose handles differ.
+        UserError: memory of the GPU was asked for, and an engine does not see it, or the two sides have different versions of
+            torch, whose handles differ.
     """
     ours, theirs = importlib.metadata.version("torch"), engine.versions["torch"]
     same = ours == theirs
+    if asked == "cuda_ipc" and apart:
+        raise UserError(
+            "refit.channel=cuda_ipc reaches an engine on the trainer's GPU, and of several engines each has GPUs of its own. "
+            "Take refit.channel=shared_memory."
+        )
     if asked == "cuda_ipc" and not same:
         raise UserError(
             f"refit.channel=cuda_ipc needs one version of torch on both sides: the trainer has {ours}, the engine's environment "
@@ -116,6 +125,8 @@ def choose_channel(asked: ChannelName | None, device: str, engine: Environment) 
         return asked, "as refit.channel says"
     if device != "cuda":
         return "shared_memory", "the trainer computes on the CPU"
+    if apart:
+        return "shared_memory", "each engine has GPUs of its own"
     if same:
         return "cuda_ipc", f"trainer and engine have torch {ours}"
     return "shared_memory", f"CUDA IPC needs one version of torch: the trainer has {ours}, the engine {theirs}"
@@ -145,6 +156,22 @@ def gpu_count() -> int:
     except (OSError, AttributeError):
         return 0
     return count.value
+
+
+def divide_gpus(engines: int, each: int) -> list[str]:
+    """GPUs of this machine for each engine, as ``CUDA_VISIBLE_DEVICES`` names them.
+
+    Raises:
+        UserError: there are not so many.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(gpu_count())]
+    if engines * each > len(names):
+        raise UserError(
+            f"{engines} × {each} GPUs are needed (engine.replicas, and --tensor-parallel of the directory), and this machine "
+            f"shows {len(names)}. Lower engine.replicas, build with a smaller --tensor-parallel, or add machines with ray.address."
+        )
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(engines)]
 
 
 def _source_path() -> Path:

@@ -60,6 +60,7 @@ class HostedEngine:
         channel: How weights travel. A stream goes through a socket, as it would to another machine.
         number: Of this engine among those of a run.
         python: Interpreter of the child, with an environment of its own (``environment.py``); None: this one.
+        gpus: What the child sees of them, as ``CUDA_VISIBLE_DEVICES`` names them; None: what this process sees.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class HostedEngine:
         channel: ChannelName = "shared_memory",
         number: int = 0,
         python: str | None = None,
+        gpus: str | None = None,
     ) -> None:
         self.number = number
         self._log, self._timeout, self._refit_timeout = log, timeout, refit_timeout
@@ -85,6 +87,7 @@ class HostedEngine:
         self._line = RefitLine(ours, channel, refit_timeout)
         descriptors = [theirs.fileno(), refits.fileno()]
         environment = {**_MEMORY, **variables(python), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment.update({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [python or sys.executable, "-m", CHILD, str(threads), *map(str, descriptors)],

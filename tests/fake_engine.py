@@ -29,7 +29,7 @@ def fake_python(place: Path, variant: str = "") -> Path:
     return script
 
 
-def fake_engine(directory: EngineDirectory, **rest: Any) -> TensorrtLlmEngine:
+def fake_engine(directory: EngineDirectory, overrides: dict[str, Any] | None = None, **rest: Any) -> TensorrtLlmEngine:
     """In this process; ``tensorrt_llm`` must be importable."""
     values = {"slots": 4, "context": 64, "stop_ids": [1], "timeout": 60.0, **rest}
-    return TensorrtLlmEngine(directory.description, str(directory.path), {}, **values)
+    return TensorrtLlmEngine(directory.description, str(directory.path), overrides or {}, **values)

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from test_refit_validate import describe, payload
 from trtl_rl.config import validate_config
 from trtl_rl.engines import environment
 from trtl_rl.engines.environment import Environment, check_same_operators, choose_channel, read_environment
+from trtl_rl.engines.host import HostedEngine
 from trtl_rl.engines.tensorrt_llm import arguments, imports, versions
 from trtl_rl.engines.tensorrt_llm.layout import held_part, own_part, same_bytes
 from trtl_rl.errors import RefitError, UserError
+from trtl_rl.refit.validate import BlockScaleContract
+from trtl_rl.trainer import engine_place
 
 HERE = read_environment(None)
 
@@ -53,8 +57,11 @@ def test_a_machine_that_cannot_run_it_is_told_what_is_missing(monkeypatch: pytes
         versions.check_machine(having(tensorrt_llm="1.3.0"))
     versions.check_machine(having(tensorrt_llm="1.3.0", ray="2.50"))
     monkeypatch.setattr(environment, "gpu_count", lambda: 0)
-    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
+    with pytest.raises(UserError, match=r"needs an NVIDIA GPU.*https://pypi\.nvidia\.com"):
         versions.check_machine(having(tensorrt_llm="1.3.0", ray="2.50"))
+    with pytest.raises(UserError, match=r"(?s)has no TensorRT-LLM.*needs an NVIDIA GPU, too"):
+        versions.check_machine(having())
+    versions.check_machine(having(tensorrt_llm="1.3.0", ray="2.50"), here=False)  # it runs on a node of a cluster
 
 
 def test_importing_says_whether_it_is_absent_or_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +207,53 @@ def test_memory_of_the_gpu_is_shared_only_between_equal_versions_of_torch() -> N
     assert choose_channel("stream", "cuda", other)[0] == "stream"
     with pytest.raises(UserError, match=r"refit\.channel=cuda_ipc needs one version of torch"):
         choose_channel("cuda_ipc", "cuda", other)
+
+
+def test_each_engine_gets_gpus_of_its_own_and_too_few_are_said_before_one_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 4)
+    assert environment.divide_gpus(2, 2) == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7e,1")
+    assert environment.divide_gpus(3, 1) == ["3", "GPU-7e", "1"]
+    with pytest.raises(UserError, match=r"2 × 2 GPUs are needed .* this machine shows 3"):
+        environment.divide_gpus(2, 2)
+
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" > {tmp_path}/seen\n')
+    script.chmod(0o755)
+    limits: dict[str, Any] = {"threads": 1, "timeout": 5, "refit_timeout": 5, "python": str(script)}
+    for gpus, seen in (("GPU-7e", "GPU-7e"), (None, "3,GPU-7e,1")):
+        engine = HostedEngine(tmp_path / "engine.log", gpus=gpus, **limits)
+        engine._process.wait(10)
+        engine.close()
+        assert (tmp_path / "seen").read_text().strip() == seen
+
+
+def test_several_engines_with_gpus_of_their_own_get_weights_through_the_hosts_memory() -> None:
+    assert choose_channel(None, "cuda", HERE, apart=True) == ("shared_memory", "each engine has GPUs of its own")
+    with pytest.raises(UserError, match=r"refit\.channel=cuda_ipc reaches an engine on the trainer's GPU"):
+        choose_channel("cuda_ipc", "cuda", HERE, apart=True)
+
+
+def test_an_engine_on_ray_takes_the_gpus_that_its_directory_was_built_for() -> None:
+    contract = BlockScaleContract(describe(heads=4, kv_heads=2), 2)
+    served = {"backend": "tensorrt-llm", "path": "x"}
+
+    def options(**ray: Any) -> dict[str, Any]:
+        return engine_place._ray_options(
+            validate_config({"engine": served, "ray": {"address": "auto", **ray}}), contract
+        )
+
+    assert options() == {"num_cpus": 1.0, "num_gpus": 2, "resources": {}}
+    assert options(resources={"num_cpus": 4, "num_gpus": 2, "fast": 1})["resources"] == {"fast": 1}
+    with pytest.raises(UserError, match=r"num_gpus: 1.*was built for 2 GPUs"):
+        options(resources={"num_gpus": 1})
+    assert engine_place._ray_options(validate_config({"ray": {"address": "auto"}}), None) == {
+        "num_cpus": 1.0,
+        "resources": {},
+    }
 
 
 def test_another_torch_is_refused_where_equal_bits_are_demanded() -> None:

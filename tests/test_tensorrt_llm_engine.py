@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trtl_rl.engines.directory import EngineDirectory
 from trtl_rl.engines.tensorrt_llm.engine import TensorrtLlmEngine
+from trtl_rl.engines.tensorrt_llm.worker import _State
 from trtl_rl.errors import EngineError, RefitError, UserError
 from trtl_rl.model.bind import TrainableDecoder
 from trtl_rl.refit.manifest import Manifest
@@ -265,6 +266,50 @@ def test_the_fakes_own_loader_is_as_silent_as_the_one_it_stands_for(start: Start
     held = shared.unfused()
     assert torch.equal(held[name].float(), torch.ones(first[name].shape))
     assert held[f"{name}_scale_inv"].flatten().tolist() == [3.0] * first[f"{name}_scale_inv"].numel()
+
+
+# --- faults of TensorRT-LLM that are known: each guard of the table in engines/tensorrt_llm/__init__.py that has no test above ---
+
+
+def test_parameters_that_move_under_captured_graphs_fail_the_refit(start: Start, decoder: TrainableDecoder) -> None:
+    with pytest.raises(RefitError, match=r"parameters have moved while CUDA graphs were captured.*#10456"):
+        bring(start("moves"), decoder)
+    engine = start("moves", overrides={"cuda_graph_config": None})
+    bring(engine, decoder)
+    assert mismatch(engine, decoder, decoder.snapshot)["mismatch/differing_tokens"] == 0
+
+
+def test_memory_that_a_refit_keeps_is_said(
+    start: Start, decoder: TrainableDecoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = start()
+    size = sum(tensor.nbytes for tensor in decoder.snapshot.values())
+    for kept, said in ((size // 20, False), (size, True)):
+        memory = iter((0, kept))
+        monkeypatch.setattr(_State, "_memory", lambda state, memory=memory: next(memory))
+        bring(engine, decoder, version=engine.version + 1)
+        assert ("TensorRT-LLM #14330" in capsys.readouterr().out) == said
+
+
+def test_a_pause_waits_until_the_workers_are_idle(
+    start: Start, decoder: TrainableDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(stop_ids=[], context=256)
+    bring(engine, decoder)
+    engine.submit([ask(0, samples=2, new=120)])
+    llm, called = engine._driver.llm, []
+    call = llm.collective_rpc
+    monkeypatch.setattr(llm, "collective_rpc", lambda name, **rest: (called.append(name), call(name, **rest))[1])
+    engine.pause("continue")
+    assert called == ["wait_for_engine_idle"], "TensorRT-LLM #13784"
+
+
+def test_a_version_without_hooks_for_refits_does_not_start(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
+
+    monkeypatch.setattr(WorkerExtension, "update_weights", None)
+    with pytest.raises(EngineError, match=r"cannot be refitted: its loader lacks begin_update_weights"):
+        start("old")
 
 
 # --- versions and ranks ---

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtl_rl.engines.environment import Environment, check_same_operators, choose_channel, read_environment
+from trtl_rl.engines.environment import (
+    Environment,
+    check_same_operators,
+    choose_channel,
+    divide_gpus,
+    read_environment,
+)
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.engines.pool import EnginePool, Engines
 from trtl_rl.engines.ray_engine import BucketStore, RayEngine, connect
 from trtl_rl.engines.supervisor import EngineProcess, SupervisedEngine
+from trtl_rl.errors import UserError
 from trtl_rl.metrics import Tell
 from trtl_rl.refit.channel import ChannelName
 from trtl_rl.refit.validate import BlockScaleContract
@@ -28,12 +35,14 @@ class EnginePlace:
     Attributes:
         channel_reason: Why this channel, in words.
         contract: For an engine that does not check weights itself.
+        gpus: Of each engine that TensorRT-LLM runs on this machine.
     """
 
     environment: Environment
     channel: ChannelName
     channel_reason: str
     contract: BlockScaleContract | None = None
+    gpus: Sequence[str] | None = None
 
 
 def find_place(config: RunConfig, directory: EngineDirectory | None) -> EnginePlace:
@@ -43,17 +52,24 @@ def find_place(config: RunConfig, directory: EngineDirectory | None) -> EnginePl
         UserError: what ``engine.python`` names cannot run this engine, or TensorRT-LLM cannot run this directory on this machine.
     """
     environment = read_environment(config.engine.python)
-    contract = None
+    contract = gpus = None
+    here = config.ray.address is None
     if config.engine.backend == "tensorrt-llm":
         from trtl_rl.engines.tensorrt_llm.versions import check_machine
 
         assert directory is not None
         contract = directory.contract()
         contract.check_model()
-        check_machine(environment)
+        check_machine(environment, here=here)
+        if here:
+            gpus = divide_gpus(config.engine.replicas, contract.tensor_parallel)
+        else:
+            _ray_options(config, contract)
     elif config.parity.stop == 0:
         check_same_operators(environment)
-    return EnginePlace(environment, *choose_channel(config.refit.channel, config.device, environment), contract)
+    apart = gpus is not None and len(gpus) > 1
+    chosen = choose_channel(config.refit.channel, config.device, environment, apart=apart)
+    return EnginePlace(environment, *chosen, contract, gpus)
 
 
 def make_engines(
@@ -89,8 +105,9 @@ def make_engines(
             "number": number,
         }
         if store is not None:
-            return RayEngine(log, store, options=c.ray.options, **limits)
-        return HostedEngine(log, channel=place.channel, **limits)
+            return RayEngine(log, store, options=_ray_options(c, place.contract), **limits)
+        gpus = None if place.gpus is None else place.gpus[number]
+        return HostedEngine(log, channel=place.channel, gpus=gpus, **limits)
 
     def supervised(number: int) -> SupervisedEngine:
         said = tell if c.engine.replicas == 1 else (lambda level, text: tell(level, f"Engine {number}: {text}"))
@@ -100,3 +117,16 @@ def make_engines(
 
     engines = [supervised(number) for number in range(c.engine.replicas)]
     return engines[0] if len(engines) == 1 else EnginePool(engines, tell)
+
+
+def _ray_options(config: RunConfig, contract: BlockScaleContract | None) -> dict[str, Any]:
+    """What one engine takes of a node: TensorRT-LLM as many GPUs as its directory was built for."""
+    options = config.ray.options
+    if contract is not None:
+        gpus = options.setdefault("num_gpus", contract.tensor_parallel)
+        if gpus != contract.tensor_parallel:
+            raise UserError(
+                f"ray.resources={{num_gpus: {gpus:g}}}: {config.engine.path} was built for {contract.tensor_parallel} GPUs "
+                "(--tensor-parallel). Leave num_gpus out."
+            )
+    return options

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trtl_rl.engines.directory import EngineDirectory
-from trtl_rl.engines.environment import choose_channel, read_environment
+from trtl_rl.engines.environment import choose_channel, divide_gpus, read_environment
 from trtl_rl.engines.host import HostedEngine
 from trtl_rl.engines.tensorrt_llm.versions import check_machine
 from trtl_rl.engines.tensorrt_llm.worker import random_activations
@@ -63,12 +63,14 @@ def write_report(
     contract.check_model()
     environment = read_environment(python)
     check_machine(environment)
+    (gpus,) = divide_gpus(1, contract.tensor_parallel)
     directory.check(progress)
     channel, reason = choose_channel(None, "cpu", environment)
     verification = _Verification(directory, prompts=prompts, new=new, progress=progress)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "engine.log"
-        engine = HostedEngine(log, threads=1, timeout=_TIMEOUT, refit_timeout=_TIMEOUT, channel=channel, python=python)
+        limits: dict[str, Any] = {"threads": 1, "timeout": _TIMEOUT, "refit_timeout": _TIMEOUT}
+        engine = HostedEngine(log, channel=channel, python=python, gpus=gpus, **limits)
         try:
             verification.run(engine)
         finally:

@@ -34,6 +34,8 @@ verl #5042 out of memory in a refit                one layer at a time; nothing 
 NVIDIA's index
 stale keys and values after a refit                the prefix cache is reset with every version, and ``cache_salt`` names
                                                    the version, so that no prompt meets blocks of another
+workers join any Ray cluster that is found         ``TLLM_RAY_FORCE_LOCAL_CLUSTER``: one for each engine, with its own GPUs
+(``executor/ray/executor.py``)
 ``max_tokens`` defaults to 32, ``max_input_len``   both are always set
 to 1,024
 logprobs without the temperature                   ``logprobs_mode="processed"``; a version without it gives none

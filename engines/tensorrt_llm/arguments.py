@@ -13,8 +13,13 @@ EXTENSION = "trtl_rl.engines.tensorrt_llm.extension.RefitExtension"
 BATCH = 256  # completions at once, unless a run says otherwise
 
 # Workers of one GPU each must see all GPUs of the node to open the trainer's memory, and must load one tensor after the other:
-# a refit reads back what was written.
-ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
+# a refit reads back what was written. They stay in a Ray cluster of their engine's own: TensorRT-LLM would else join the one that
+# it finds, put workers on other nodes, where the engine's shared memory is not, and wait there for GPUs that its own actor holds.
+ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
+    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",
+}
 
 # What this adapter needs as it sets it.
 _FIXED = (

@@ -73,8 +73,12 @@ class TensorrtLlmEngine:
         )
         self._driver = Driver(modules, self.arguments, timeout)
         graphs = self.arguments.get("cuda_graph_config") is not None
-        self._ranks: list[dict[str, Any]] = self._driver.results("trtl_open", description.to_json(), graphs)
-        self._check_gpu(place.contract().gpu)
+        try:
+            self._ranks: list[dict[str, Any]] = self._driver.results("trtl_open", description.to_json(), graphs)
+            self._check_gpu(place.contract().gpu)
+        except BaseException:
+            self._driver.close()
+            raise
         self.refit = WorkerRefit(self._driver.workers, self._start_again)
         self._samples = Samples(self._driver, slots=slots, stop_ids=stop_ids, version=lambda: self.refit.version)
         self._channel = SharedMemorySender()

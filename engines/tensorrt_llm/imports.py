@@ -85,7 +85,10 @@ def load() -> TensorrtLlm:
             raise UserError(f"There is no TensorRT-LLM in the engine's environment: {INSTALL}") from None
         raise UserError(f"TensorRT-LLM cannot be imported: {error}. Install it anew: {INSTALL}") from None
     except (ImportError, RuntimeError, OSError) as error:  # what it raises without a GPU or a driver
-        raise UserError(f"TensorRT-LLM cannot be imported on this machine: {_first_line(error)}") from None
+        raise UserError(
+            f"TensorRT-LLM cannot be imported on this machine: {_first_line(error)}. It needs an NVIDIA GPU with its driver, and "
+            f"the packages that its installation brings: {INSTALL}"
+        ) from None
     check_version(package.__version__)
     items = {name: _find(name, places) for name, places in _PLACES.items()}
     for name, places in _OPTIONAL.items():

@@ -30,13 +30,19 @@ def check_version(version: str) -> None:
         )
 
 
-def check_machine(environment: Environment) -> None:
-    """Raise UserError when TensorRT-LLM cannot run in this environment on this machine; nothing is imported."""
+def check_machine(environment: Environment, *, here: bool = True) -> None:
+    """Raise UserError when TensorRT-LLM cannot run in this environment; nothing is imported.
+
+    Args:
+        here: Whether it shall run on this machine, which needs a GPU then.
+    """
     found = environment.versions.get("tensorrt_llm")
+    no_gpu = here and environment_module.gpu_count() == 0
     if found is None:
+        needed = "\nIt needs an NVIDIA GPU, too, and the driver of this machine finds none." if no_gpu else ""
         raise UserError(
             f"{environment.executable} has no TensorRT-LLM. {_WHERE}\n(The package of that name on PyPI alone only looks for "
-            "NVIDIA's index, and may hang.)"
+            f"NVIDIA's index, and may hang.){needed}"
         )
     check_version(found)
     if "ray" not in environment.versions:
@@ -44,10 +50,10 @@ def check_machine(environment: Environment) -> None:
             f"{environment.executable} has TensorRT-LLM {found}, but no Ray, which its workers run on: "
             f"{environment.executable} -m pip install ray"
         )
-    if environment_module.gpu_count() == 0:
+    if no_gpu:
         raise UserError(
             "TensorRT-LLM needs an NVIDIA GPU, and the driver of this machine finds none. engine.backend=torch, the embedded "
-            "engine, runs here, from the same engine directory."
+            f"engine, runs here, from the same engine directory. On a machine with a GPU: {INSTALL}"
         )
 
 

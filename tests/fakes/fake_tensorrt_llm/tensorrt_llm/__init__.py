@@ -7,8 +7,8 @@ was fed with something wrong they are not.
 
 The environment variable FAKE_TENSORRT_LLM chooses variants, by commas: ``old`` (no hooks on the loader, control actions that
 always drain), ``compiled`` (the compiled operators of the cache), ``forget:N`` (the N-th sweep leaves out a tensor), ``raise:N``
-(the N-th sweep fails in the middle), ``stuck:N`` (every sweep from the N-th on does), ``no_gpu`` (the import fails as without a
-driver).
+(the N-th sweep fails in the middle), ``stuck:N`` (every sweep from the N-th on does), ``moves`` (refits put parameters
+elsewhere), ``no_gpu`` (the import fails as without a driver).
 """
 
 import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +163,9 @@ class AsyncLLM(_Base):
 
     async def setup_async(self) -> AsyncLLM:
         a = self._arguments
+        assert os.environ.get("TLLM_RAY_FORCE_LOCAL_CLUSTER") == "1", (
+            "FAKE: workers would join any Ray cluster that is found"
+        )
         directory = EngineDirectory.open(a["model"])
         self._shared = _Shared(directory, a["max_batch_size"], a["max_seq_len"])
         ranks = a["tensor_parallel_size"]
