@@ -345,6 +345,9 @@ def test_an_unknown_device_gets_a_peak() -> None:
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA GeForce RTX 4090",
         "AMD Instinct MI300X",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 NVL",
+        "NVIDIA GB200",
     ):
         assert device_named(name).bf16 is None and device_named(name).ideal_seconds(10, 5) is None
     h200, a100 = device_named("NVIDIA H200"), device_named("NVIDIA A100-SXM4-80GB")

@@ -142,8 +142,8 @@ class Group:
 
     def most_varied(self, size: int) -> Group:
         """A group of the ``size`` scored completions whose rewards have the largest variance, in sample order: the lowest and
-        the highest ones, as many of each as that takes (arXiv 2504.13818). It is a whole group by itself: advantages are
-        differences from its own mean, so that they add up to zero.
+        the highest ones, as many of each as that takes (max-variance down-sampling of PODS, arXiv 2504.13818). It is a whole group
+        by itself: advantages are differences from its own mean, so that they add up to zero.
         """
         scored = self.scored()
         if len(scored) <= size:

@@ -32,16 +32,16 @@ class Device:
 
 
 # The first pattern that is found in torch.cuda.get_device_name() counts.
+# Behind each what its data sheet prints, read in public copies; * marks figures with sparsity. Variants of which no copy was
+# found (H100 NVL, H200 NVL, GB200) stay unknown.
 _PEAKS: list[tuple[str, float, float | None]] = [
-    (r"\bB200\b", 2.25e15, 4.5e15),  # HGX B200 data sheet
-    (r"\bH200 NVL\b", 0.8355e15, 1.671e15),  # H200 data sheet, NVL
-    (r"\bH200\b", 0.9895e15, 1.979e15),  # H200 data sheet, SXM
-    (r"\bH100 PCIe\b", 0.756e15, 1.513e15),  # H100 data sheet, PCIe
-    (r"\bH100 NVL\b", 0.8355e15, 1.671e15),  # H100 data sheet, NVL
-    (r"\bH100\b.*\bHBM3\b", 0.9895e15, 1.979e15),  # H100 data sheet, SXM
-    (r"\bA100\b", 0.312e15, None),  # A100 data sheet: PCIe and SXM alike
-    (r"\bL40S\b", 0.36205e15, 0.733e15),  # L40S data sheet
-    (r"\bL4\b", 0.121e15, 0.2425e15),  # L4 data sheet
+    (r"\bB200\b", 4.5e15 / 2, 9e15 / 2),  # NVIDIA HGX B200 data sheet: BF16 4.5* PFLOPS, FP8 9* PFLOPS a GPU
+    (r"\bH200\b(?! NVL)", 1.979e15 / 2, 3.958e15 / 2),  # NVIDIA H200 data sheet, SXM: BF16 1,979*, FP8 3,958* TFLOPS
+    (r"\bH100 PCIe\b", 1.513e15 / 2, 3.026e15 / 2),  # NVIDIA H100 data sheet, PCIe: BF16 1,513*, FP8 3,026* TFLOPS
+    (r"\bH100\b.*\bHBM3\b", 1.979e15 / 2, 3.958e15 / 2),  # NVIDIA H100 data sheet, SXM: BF16 1,979*, FP8 3,958* TFLOPS
+    (r"\bA100\b", 0.312e15, None),  # NVIDIA A100 data sheet, PCIe and SXM alike: BF16 312 | 624* TFLOPS
+    (r"\bL40S\b", 0.36205e15, 0.733e15),  # NVIDIA L40S data sheet: BF16 362.05 | 733*, FP8 733 | 1,466* TFLOPS
+    (r"\bL4\b", 0.242e15 / 2, 0.485e15 / 2),  # NVIDIA L4 data sheet: BF16 242*, FP8 485* TFLOPS
 ]
 
 
