@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sqlite3
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ def follow(
     return metrics, Tracking(names, run_dir, {"steps": 3}, metrics, make)
 
 
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def messages(run_dir: Path) -> list[str]:
     return [row["text"] for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "message"]
 
@@ -91,6 +99,37 @@ def test_a_resumed_run_hands_on_what_the_killed_one_could_not(tmp_path: Path) ->
     assert [(row["step"], row["reward"]) for row in second.given] == [(2, 0.2), (2, 0.3), (3, 0.4)]
 
 
+def test_rows_that_a_tracker_had_not_written_at_a_kill_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb writes a row 15 seconds after it got it, or never if its process dies before."""
+    first, second = FakeTracker(), FakeTracker()
+    monkeypatch.setattr(first, "finish", lambda: 1 / 0)  # the process is killed: nothing is finished
+    metrics, following = follow(tmp_path, first)
+    with following:
+        metrics.step(1, {"reward": 0.1})
+        until(lambda: len(first.given) == 1)
+        monkeypatch.setattr(tracking, "_SETTLED_SECONDS", 0.0)
+        until(lambda: (tmp_path / "trackers.json").exists())
+        monkeypatch.setattr(tracking, "_SETTLED_SECONDS", 60.0)
+        metrics.step(2, {"reward": 0.2})
+        until(lambda: len(first.given) == 2)
+    metrics.close()
+    metrics, following = follow(tmp_path, second)
+    with following:
+        metrics.step(3, {"reward": 0.3})
+    assert [row["step"] for row in first.given] == [1, 2]
+    assert [row["step"] for row in second.given] == [2, 3]
+
+
+def test_trackio_gets_a_value_by_a_name_that_it_keeps_for_itself(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    metrics, following = follow(tmp_path, tracker, names=("trackio",))
+    with following:
+        metrics.step(7, {"reward": 0.5})
+    assert tracker.given == [{"reward": 0.5}] and tracker.steps == [7]
+
+
 def test_a_tracker_that_fails_is_told_once_and_the_other_goes_on(tmp_path: Path) -> None:
     bad, good = FakeTracker(fails_at=2), FakeTracker()
     metrics, following = follow(tmp_path, bad, good, names=("wandb", "trackio"))
@@ -98,7 +137,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_other_goes_on(tmp_path: Path)
         for step in range(1, 6):
             metrics.step(step, {"reward": 0.0})
             time.sleep(0.02)
-    assert [row["step"] for row in good.given] == [1, 2, 3, 4, 5]
+    assert good.steps == [1, 2, 3, 4, 5]
     (text,) = messages(tmp_path)
     assert "wandb failed" in text and "ConnectionError: no route to host" in text and "the run goes on" in text
     again = FakeTracker()
@@ -186,7 +225,7 @@ def test_tensorboard_holds_every_step_of_a_resumed_run(tmp_path: Path) -> None:
     found = list(events(tmp_path / "tensorboard"))
     rewards = [(step, value) for step, name, value in found if name == "reward"]
     assert rewards == [(1, 0.25), (2, 0.5), (3, 0.75), (2, 0.5), (3, 0.75), (4, 1.0)]
-    assert {name for _, name, _ in found} == {"reward", "flops/total", "step"}
+    assert {name for _, name, _ in found} == {"reward", "flops/total"}
     assert not messages(tmp_path)
 
 
@@ -243,6 +282,11 @@ def test_trackio_holds_every_step_of_a_resumed_run(tmp_path: Path, monkeypatch: 
     assert not messages(tmp_path)
     (run,) = trackio.Api().runs(tracking.PROJECT)
     assert run.name == tmp_path.resolve().name
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
+    found = [(step, json.loads(values)["reward"]) for step, values in rows]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.75), (2, 0.5), (3, 0.75), (4, 1.0)]
 
 
 def test_trackers_are_made_by_accelerate(tmp_path: Path) -> None:

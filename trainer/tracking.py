@@ -2,8 +2,10 @@
 
 A thread follows the file and hands rows on; the run never waits for a tracker. How far each tracker has come stands in
 ``trackers.json`` of the run's directory: whatever was written and not handed on, because the process was killed or the
-tracker failed, is handed on when the run is resumed. The step is a value of ours, ``step``, beside the metrics: a
-tracker's own counter refuses to go back, and would drop the steps that a resumed run does again.
+tracker failed, is handed on when the run is resumed. So is the last minute before a kill: wandb writes rows 15 seconds
+after it got them, Trackio after half a second, and a row that a tracker has twice is better than one that it never kept.
+The step is ours. wandb gets it as a value, ``step``, since its own counter refuses to go back, and would drop the steps that a
+resumed run does again; Trackio, which keeps that name for itself, and TensorBoard get it as their step.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import importlib.util
 import json
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +27,7 @@ from trtl_rl.metrics import MetricsReader, MetricsWriter, Row
 _POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 60.0  # a tracker that uploads may take a while at the end
 _CHUNK_BYTES = 2**20
+_SETTLED_SECONDS = 60.0  # after so long a tracker has written what it was given, also if it is killed
 PROJECT = "trtl-rl"
 
 # Modules, one of which must be there, by tracker; the name is also that of the package.
@@ -75,6 +80,7 @@ class Tracking:
             name: MetricsReader(metrics.path, self._positions.get(name, metrics.path)) for name in dict.fromkeys(names)
         }
         self._trackers: dict[str, Tracker] = {}
+        self._given: dict[str, deque[tuple[float, int]]] = {name: deque() for name in self._readers}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
 
@@ -107,8 +113,8 @@ class Tracking:
                 self._guard(name, lambda name=name: self._hand_on(name))  # type: ignore[misc]
             if last:
                 break
-        for name, tracker in list(self._trackers.items()):
-            self._guard(name, tracker.finish)
+        for name in list(self._trackers):
+            self._guard(name, lambda name=name: self._finish(name))  # type: ignore[misc]
 
     def _has_started(self) -> bool:
         import accelerate.state
@@ -124,9 +130,20 @@ class Tracking:
                 found = values_of(row)
                 if found is not None:
                     step, values = found
-                    # Only TensorBoard takes a step that goes back.
-                    tracker.log(values, step if name == "tensorboard" else None)
-            self._positions.set(name, reader.offset)
+                    if name == "wandb":
+                        tracker.log({**values, "step": step}, None)
+                    else:
+                        tracker.log(values, step)
+            self._given[name].append((time.monotonic(), reader.offset))
+        settled = None
+        while self._given[name] and self._given[name][0][0] <= time.monotonic() - _SETTLED_SECONDS:
+            settled = self._given[name].popleft()[1]
+        if settled is not None:
+            self._positions.set(name, settled)
+
+    def _finish(self, name: str) -> None:
+        self._trackers[name].finish()
+        self._positions.set(name, self._readers[name].offset)
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         """A tracker that fails is told once and left out from then on."""
@@ -143,16 +160,14 @@ class Tracking:
 
 
 def values_of(row: Row) -> tuple[int, dict[str, float]] | None:
-    """Step and values that a tracker gets of a row: of steps and evaluations, ``step`` among them; else None.
+    """Step and values that a tracker gets of a row: of steps and evaluations; else None.
 
     >>> values_of({"kind": "step", "step": 3, "metrics": {"reward": 0.5, "loss": None}})
-    (3, {'reward': 0.5, 'step': 3})
+    (3, {'reward': 0.5})
     """
     if row.get("kind") not in ("step", "evaluation") or not isinstance(row.get("metrics"), dict):
         return None
-    step = int(row["step"])
-    values = {name: value for name, value in row["metrics"].items() if isinstance(value, int | float)}
-    return step, {**values, "step": step}
+    return int(row["step"]), {name: value for name, value in row["metrics"].items() if isinstance(value, int | float)}
 
 
 def make_tracker(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker:
