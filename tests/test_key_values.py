@@ -15,38 +15,48 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def dense(keys: torch.Tensor) -> torch.Tensor:
+    """Tiles of keys [blocks, heads, L / 32, D, 32] as [blocks, heads, L, D]."""
+    return keys.transpose(3, 4).flatten(2, 3)
+
+
+def views(buffers: KeyValueBuffers, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = buffers.view(layer, length)
+    return dense(keys), values
+
+
 def filled_buffers() -> tuple[KeyValueBuffers, list[torch.Tensor]]:
     """Two layers of 1,536 positions with random numbers, and a copy of them in blocks of 128."""
     buffers = KeyValueBuffers([torch.float32, torch.bfloat16], 1536, 2, 8)
     for layer in range(2):
         for i, tensor in enumerate(buffers.view(layer, 128)):
             tensor.copy_(random(*tensor.shape, seed=2 * layer + i))
-    return buffers, [tensor.clone() for layer in range(2) for tensor in buffers.view(layer, 128)]
+    return buffers, [tensor.clone() for layer in range(2) for tensor in views(buffers, layer, 128)]
 
 
 def test_buffers_copy_a_prefix_for_a_whole_group() -> None:
     buffers, before = filled_buffers()
     buffers.copy_prefix((128, 128), Blocks(np.array([0, 512]), np.array([128, 256])), 33)
-    after = [tensor for layer in range(2) for tensor in buffers.view(layer, 128)]
+    after = [tensor for layer in range(2) for tensor in views(buffers, layer, 128)]
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        axis = 1 if i % 2 else 2
-        assert torch.equal(new[0].narrow(axis, 0, 33), old[1].narrow(axis, 0, 33))
-        assert torch.equal(new[0].narrow(axis, 33, 95), old[0].narrow(axis, 33, 95))
+        copied = 33 if i % 2 else 64  # whole tiles of keys
+        assert torch.equal(new[0, :, :copied], old[1, :, :copied])
+        assert torch.equal(new[0, :, copied:], old[0, :, copied:])
         untouched = [1, 2, 3, *range(6, 12)]
         assert torch.equal(new[untouched], old[untouched])
     for layer in range(2):
-        for axis, tensor, old in zip((2, 1), buffers.view(layer, 256), before[2 * layer :], strict=False):
-            assert torch.equal(tensor[2].narrow(axis, 0, 33), old[1].narrow(axis, 0, 33))
+        for tensor, old in zip(views(buffers, layer, 256), before[2 * layer :], strict=False):
+            assert torch.equal(tensor[2, :, :33], old[1, :, :33])
 
 
 def test_a_block_that_is_lengthened_keeps_its_content_and_its_neighbours() -> None:
     buffers, before = filled_buffers()
     buffers.lengthen(np.array([0, 768]), 128, 256)
     for layer in range(2):
-        for axis, new, old in zip((2, 1), buffers.view(layer, 256), before[2 * layer :], strict=False):
+        for new, old in zip(views(buffers, layer, 256), before[2 * layer :], strict=False):
             for block, first in ((0, 0), (3, 6)):
-                assert torch.equal(new[block].narrow(axis, 0, 128), old[first])
-        short = buffers.view(layer, 128)
+                assert torch.equal(new[block, :, :128], old[first])
+        short = views(buffers, layer, 128)
         for new, old in zip(short, before[2 * layer :], strict=False):
             rest = [2, 3, 4, 5, 8, 9, 10, 11]
             assert torch.equal(new[rest], old[rest])

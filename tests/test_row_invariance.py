@@ -213,6 +213,15 @@ def test_units_of_the_head(format: LinearFormat) -> None:
     assert_invariant(logprob.forward, [random(M, 61) * 5, torch.arange(M) % 61, torch.ones(M)], [True] * 3, 32)
 
 
+def in_tiles(keys: torch.Tensor) -> torch.Tensor:
+    """[S, kv_heads, D, L] in the layout of ``ops.attention``."""
+    return keys.unflatten(-1, (-1, 32)).transpose(2, 3).contiguous()
+
+
+def by_names(run: Run, case: dict[str, torch.Tensor]) -> torch.Tensor:
+    return run(*(in_tiles(tensor) if name == "keys" else tensor for name, tensor in case.items()))
+
+
 def attention_case(
     slots: int, heads: int, kv_heads: int, d: int, length: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
@@ -242,10 +251,10 @@ def exact_attention(c: dict[str, torch.Tensor]) -> torch.Tensor:
 def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.dtype = torch.float32) -> None:
     """Exact to float32; no bit depends on rows, window, capacity, slot, or what lies after a row's position."""
     case = attention_case(5, heads, kv_heads, d, 96, dtype)
-    whole = run(*case.values())
+    whole = by_names(run, case)
     assert (whole.double() - exact_attention(case)).abs().max() < 1e-5
     is_rows = [True, False, False, True, True, False]
-    assert_invariant(run, list(case.values()), is_rows, 8)
+    assert_invariant(run, list({**case, "keys": in_tiles(case["keys"])}.values()), is_rows, 8)
 
     with torch.inference_mode():
         for capacity, window in ((96, 96), (160, 96), (160, 160), (1024, 96), (1024, 512)):
@@ -253,13 +262,13 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.d
             grown["keys"] = F.pad(case["keys"], (0, capacity - 96), value=1e4)  # finite, as a former occupant left it
             grown["values"] = F.pad(case["values"], (0, 0, 0, capacity - 96), value=-1e4)
             grown["window"] = torch.arange(window)
-            assert torch.equal(run(*grown.values()), whole), (capacity, window)
+            assert torch.equal(by_names(run, grown), whole), (capacity, window)
 
         near = case["position"] < 40
         rows = near.nonzero()[:32, 0]
         assert len(rows) == 32
         short = {name: case[name][rows] for name in ("q", "sequence", "position")}
-        part = run(short["q"], case["keys"], case["values"], short["sequence"], short["position"], torch.arange(64))
+        part = by_names(run, {**case, **short, "window": torch.arange(64)})
         assert torch.equal(part, whole[rows])  # a smaller window
 
         moved = dict(case)
@@ -267,7 +276,7 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.d
         moved["keys"] = torch.cat([random(2, kv_heads, d, 96, seed=7).to(dtype), case["keys"][order]])
         moved["values"] = torch.cat([random(2, kv_heads, 96, d, seed=8).to(dtype), case["values"][order]])
         moved["sequence"] = 2 + order.argsort()[case["sequence"]]
-        assert torch.equal(run(*moved.values()), whole)  # other slots
+        assert torch.equal(by_names(run, moved), whole)  # other slots
 
         dirty = dict(case)
         dirty["keys"], dirty["values"] = case["keys"].clone(), case["values"].clone()
@@ -275,7 +284,7 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.d
             last = int(case["position"][case["sequence"] == s].max())
             dirty["keys"][s, :, :, last + 1 :] = 1e4
             dirty["values"][s, :, last + 1 :] = -1e4
-        assert torch.equal(run(*dirty.values()), whole)  # what lies behind
+        assert torch.equal(by_names(run, dirty), whole)  # what lies behind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -289,15 +298,15 @@ def test_attention_by_tiles_over_long_buffers() -> None:
     q, position = random(32, 2, 8) * 3, torch.randint(0, 700, (32,), generator=generator)
     keys, values = random(3, 1, 8, 704, seed=1), random(3, 1, 704, 8, seed=2)
     sequence = torch.arange(32) % 3
-    whole = ops.attention_by_tiles(q, keys, values, sequence, position, torch.arange(704))
+    whole = ops.attention_by_tiles(q, in_tiles(keys), values, sequence, position, torch.arange(704))
     for window in (736, 1024, 4096):
-        longer = F.pad(keys, (0, window - 704)), F.pad(values, (0, 0, 0, window - 704))
+        longer = in_tiles(F.pad(keys, (0, window - 704))), F.pad(values, (0, 0, 0, window - 704))
         assert torch.equal(ops.attention_by_tiles(q, *longer, sequence, position, torch.arange(window)), whole)
 
 
 def test_compiled_and_eager_attention_are_the_same_function() -> None:
     case = attention_case(5, 4, 2, 24, 96)
-    assert torch.allclose(ops.attention(*case.values()), ops.attention_by_tiles(*case.values()), atol=1e-5)
+    assert torch.allclose(by_names(ops.attention, case), by_names(ops.attention_by_tiles, case), atol=1e-5)
 
 
 def engine_logprobs(
@@ -362,7 +371,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def operators() -> dict[str, Callable[[], Any]]:
     """Every operator on enough values that torch shares its loops among threads, at odd places."""
     m = 2176
-    buffers = [random(24, 2, 24, 96, seed=1), random(24, 2, 96, 24, seed=2)]
+    buffers = [in_tiles(random(24, 2, 24, 96, seed=1)), random(24, 2, 96, 24, seed=2)]
     return {
         "quantise_rows": lambda: ops.quantise_rows(random(m, 320), FORMATS[2])[0],
         "gemm": lambda: ops.gemm(random(m, 256), random(700, 256, seed=1)),

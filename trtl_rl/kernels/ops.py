@@ -104,11 +104,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sequence: Tensor, positio
     """Causal attention of single rows over the keys of their sequences, as fused multiply and sum.
 
     Each row reads its sequence's buffer and adds keys in order, so no row depends on another; keys after the row's
-    position have weight exactly zero. On a CPU the compiled form beats SDPA in decoding and at training lengths.
+    position have weight exactly zero. On a CPU the compiled form beats SDPA in decoding and at training lengths. The heads
+    of a group are written out one by one: the compiler then reads keys and values once for all of them.
 
     Args:
         q: [M, heads, D] float32.
-        keys: [S, kv_heads, D, L] float32 or bfloat16, transposed so that the sum over D runs over whole vectors of keys.
+        keys: [S, kv_heads, L / 32, D, 32] float32 or bfloat16: tiles of 32 keys, transposed so that the sum over D runs over
+            whole vectors of keys, which lie one after the other in memory.
         values: [S, kv_heads, L, D], the same.
         sequence, position: [M] int64, each row's index into S and its position in the sequence.
         window: [W] int64, 0..W-1 with W ≤ L a multiple of 32 above every position: how many keys are visited.
@@ -118,14 +120,18 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sequence: Tensor, positio
     """
     m, heads, d = q.shape
     kv_heads, w = keys.shape[1], window.shape[0]
-    grouped = q.reshape(m, kv_heads, heads // kv_heads, d)
-    k = keys[sequence][:, :, None, :, :w].float()
-    v = values[sequence][:, :, None, :w].float()
-    scores = (grouped[..., None] * k).sum(-2) * d**-0.5
-    scores = torch.where(window <= position[:, None, None, None], scores, -float("inf"))
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    out = (weights[..., None] * v).sum(-2) / weights.sum(-1, keepdim=True)
-    return out.reshape(m, heads * d)
+    group = heads // kv_heads
+    grouped = q.reshape(m, kv_heads, group, 1, d, 1)
+    k = keys[sequence][:, :, : w // KEY_TILE].float()
+    v = values[sequence][:, :, :w].float()
+    visible = window <= position[:, None, None]
+    out = []
+    for head in range(group):
+        scores = (grouped[:, :, head] * k).sum(-2).reshape(m, kv_heads, w) * d**-0.5
+        scores = torch.where(visible, scores, -float("inf"))
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        out.append((weights[..., None] * v).sum(-2) / weights.sum(-1, keepdim=True))
+    return torch.stack(out, 2).reshape(m, heads * d)
 
 
 def attention_by_tiles(
@@ -141,7 +147,7 @@ def attention_by_tiles(
     tiles = range(0, window.shape[0], KEY_TILE)
     scores = []
     for start in tiles:
-        k = keys[:, :, :, start : start + KEY_TILE][sequence][:, :, None].float()
+        k = keys[:, :, start // KEY_TILE][sequence][:, :, None].float()
         tile = (grouped[..., None] * k).sum(-2) * d**-0.5
         visible = window[start : start + KEY_TILE] <= position[:, None, None, None]
         scores.append(torch.where(visible, tile, -float("inf")))

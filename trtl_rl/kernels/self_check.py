@@ -108,7 +108,7 @@ def _check_attention(kind: Any, run: Run, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     slots, length, m = 4, 4 * KEY_TILE, 64
     q = torch.randn(m, kind.heads, kind.head_dim, generator=generator)
-    keys = torch.randn(slots, kind.kv_heads, kind.head_dim, length, generator=generator)
+    keys = torch.randn(slots, kind.kv_heads, length // KEY_TILE, kind.head_dim, KEY_TILE, generator=generator)
     values = torch.randn(slots, kind.kv_heads, length, kind.head_dim, generator=generator)
     sequence = torch.randint(slots, (m,), generator=generator)
     position = torch.randint(2 * KEY_TILE, (m,), generator=generator)
@@ -118,7 +118,7 @@ def _check_attention(kind: Any, run: Run, device: torch.device) -> None:
         window = torch.arange(length, device=device)
         (whole,) = run([q, keys, values, sequence, position, window])
         rows = torch.randperm(m, generator=generator)[: m // 2]
-        short = [x.contiguous() for x in (keys[..., : 3 * KEY_TILE], values[:, :, : 3 * KEY_TILE])]
+        short = [x.contiguous() for x in (keys[:, :, :3], values[:, :, : 3 * KEY_TILE])]
         (part,) = run([q[rows], *short, sequence[rows], position[rows], window[: 2 * KEY_TILE]])
         expected = ops.attention_by_tiles(q, keys, values, sequence, position, window)
     _require(units.Attention, torch.equal(whole[rows], part), torch.allclose(whole, expected, atol=1e-4, rtol=1e-4))

@@ -142,16 +142,17 @@ class Attention(Unit):
         s, m, n, length, window = self.spec, 2 * ROW_TILE, 5, 3 * KEY_TILE, 2 * KEY_TILE
         dim = torch.export.Dim
         rows, slots = ROW_TILE * dim("tiles", min=1, max=1 << 20), dim("slots", min=1, max=1 << 20)
-        capacity, visited = KEY_TILE * dim("capacity", min=1, max=1 << 15), KEY_TILE * dim("window", min=1, max=1 << 15)
+        tiles = dim("capacity", min=1, max=1 << 15)
+        capacity, visited = KEY_TILE * tiles, KEY_TILE * dim("window", min=1, max=1 << 15)
         inputs = (
             torch.ones(m, s.heads, s.head_dim),
-            torch.ones(n, s.kv_heads, s.head_dim, length, dtype=s.key_value_dtype),
+            torch.ones(n, s.kv_heads, length // KEY_TILE, s.head_dim, KEY_TILE, dtype=s.key_value_dtype),
             torch.ones(n, s.kv_heads, length, s.head_dim, dtype=s.key_value_dtype),
             torch.zeros(m, dtype=torch.int64),
             torch.zeros(m, dtype=torch.int64),
             torch.arange(window),
         )
-        dynamic = ({0: rows}, {0: slots, 3: capacity}, {0: slots, 2: capacity}, {0: rows}, {0: rows}, {0: visited})
+        dynamic = ({0: rows}, {0: slots, 2: tiles}, {0: slots, 2: capacity}, {0: rows}, {0: rows}, {0: visited})
         return Example(inputs, dynamic)
 
 

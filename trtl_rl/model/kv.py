@@ -177,8 +177,8 @@ class RopeTables:
 class KeyValueBuffers:
     """Keys and values of all layers: an arena of positions each, of the layer's ``LayerSpec.key_value_dtype``.
 
-    In blocks of length L keys are [blocks, kv_heads, D, L] and values [blocks, kv_heads, L, D]. What an earlier occupant
-    left behind a sequence's last position has weight exactly zero.
+    In blocks of length L keys are [blocks, kv_heads, L / 32, D, 32], tiles of 32 keys, and values [blocks, kv_heads, L, D].
+    What an earlier occupant left behind a sequence's last position has weight exactly zero.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class KeyValueBuffers:
             blocks = self.positions // length
             used = blocks * heads * length
             keys, values = self._keys[layer][: used * d], self._values[layer][:used]
-            self._views[layer, length] = keys.view(blocks, heads, d, length), values.view(blocks, heads, length, d)
+            tiled = keys.view(blocks, heads, length // KEY_TILE, d, KEY_TILE)
+            self._views[layer, length] = tiled, values.view(blocks, heads, length, d)
         return self._views[layer, length]
 
     def attend(self, layer: int, units: LayerUnits, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
@@ -231,15 +232,19 @@ class KeyValueBuffers:
         return units.attention([q, keys, values, call.block, call.position, call.window])[0]
 
     def copy_prefix(self, source: tuple[int, int], targets: Blocks, count: int) -> None:
-        """Give blocks the first ``count`` positions of the block ``source`` (start, length): one prefill for a whole group."""
+        """Give blocks the first ``count`` positions of the block ``source`` (start, length): one prefill for a whole group.
+
+        Keys are copied in whole tiles: what lies behind ``count`` is written before a row sees it.
+        """
         start, length = source
+        tiles = -(-count // KEY_TILE)
         for size in np.unique(targets.length).tolist():
             index = torch.from_numpy(targets.start[targets.length == size] // size)
             for layer in range(len(self._keys)):
                 keys, values = self.view(layer, length)
-                key, value = keys[start // length, :, :, :count], values[start // length, :, :count]
+                key, value = keys[start // length, :, :tiles], values[start // length, :, :count]
                 keys, values = self.view(layer, size)
-                keys[index, :, :, :count] = key
+                keys[index, :, :tiles] = key
                 values[index, :, :count] = value
 
     def lengthen(self, start: np.ndarray, length: int, longer: int) -> None:
@@ -249,7 +254,7 @@ class KeyValueBuffers:
             keys, values = self.view(layer, length)
             key, value = keys[before], values[before]  # copies: old and new layout overlap
             keys, values = self.view(layer, longer)
-            keys[after, :, :, :length] = key
+            keys[after, :, : length // KEY_TILE] = key
             values[after, :, :length] = value
 
 
@@ -292,7 +297,9 @@ def _places(
         chosen = slice(None) if rows is None else rows
         at, start = position[chosen], blocks.start[sequence[chosen]]
         first, d = start * shape.kv_heads, shape.head_dim  # of a block in the arena, in rows of D numbers
-        keys = (first * d + at)[:, None] + np.arange(shape.kv_heads * d) * length
+        tile, lane = np.divmod(at, KEY_TILE)
+        inside = np.arange(shape.kv_heads)[:, None] * (length * d) + np.arange(d) * KEY_TILE
+        keys = ((first + tile * KEY_TILE) * d + lane)[:, None] + inside.reshape(-1)
         values = (first + at)[:, None] + np.arange(shape.kv_heads) * length
         kept = None if rows is None else torch.from_numpy(rows).to(device)
         index = [torch.from_numpy(x.reshape(-1)).to(device) for x in (keys, values)]
