@@ -64,22 +64,18 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Rows whose keys and values go to blocks of one length.
+class _Sharing:
+    """Rows whose blocks have one length.
 
     Attributes:
         rows: [n] int64; None: all real rows.
         block, position: [n] int64 arrays.
-        key_index: Where in a layer's arena each number of the rows' keys goes, [n * kv_heads * D] int64.
-        value_index: The same for rows of D numbers of the values, [n * kv_heads] int64.
     """
 
     length: int
-    rows: Tensor | None
+    rows: np.ndarray | None
     block: np.ndarray
     position: np.ndarray
-    key_index: Tensor
-    value_index: Tensor
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,9 @@ class Rows:
         ids, sequence, position: [M] int64, M a multiple of the tile.
         count: Rows that are real.
         cos, sin: [M, head_dim] float32.
-        stored, calls: What is written to the buffers, then how it is attended to.
+        key_index: Where in a layer's arena each number of the rows' keys goes, [count * kv_heads * D] int64.
+        value_index: The same for rows of D numbers of the values, [count * kv_heads] int64.
+        calls: How they are attended to, once keys and values are stored.
     """
 
     ids: Tensor
@@ -122,7 +120,8 @@ class Rows:
     count: int
     cos: Tensor
     sin: Tensor
-    stored: tuple[Stored, ...]
+    key_index: Tensor
+    value_index: Tensor
     calls: tuple[AttentionCall, ...]
 
     @classmethod
@@ -144,8 +143,10 @@ class Rows:
         count = len(ids)
         device = rope.cos.device
         fill = (0, -count % tile)
-        places = _places(sequence, position, blocks, shape, device)
-        calls = [call for place in places for call in _calls(place, shape.heads, device)]
+        index = _places(sequence, position, blocks, shape, device)
+        calls = [
+            call for sharing in _by_length(sequence, position, blocks) for call in _calls(sharing, shape.heads, device)
+        ]
         if len(calls) == 1 and calls[0].rows is None:
             calls = [_filled(calls[0], fill[1])]
         tensors = [torch.from_numpy(x) for x in (ids, sequence, position)]
@@ -153,7 +154,7 @@ class Rows:
             tensors = [F.pad(x, fill) for x in tensors]
         padded = [x.to(device) for x in tensors]
         cos, sin = rope.rows(padded[2])
-        return cls(padded[0], padded[1], padded[2], count, cos, sin, tuple(places), tuple(calls))
+        return cls(padded[0], padded[1], padded[2], count, cos, sin, *index, tuple(calls))
 
 
 class RopeTables:
@@ -211,20 +212,18 @@ class KeyValueBuffers:
         """Store the rows' keys and values, then attend: q [M, heads, D] → [M, heads * D]."""
         n = rows.count
         dtype = self._keys[layer].dtype
-        k, v = k.to(dtype), v.to(dtype)
-        for part in rows.stored:
-            key, value = (k[:n], v[:n]) if part.rows is None else (k[part.rows], v[part.rows])
-            self._keys[layer].index_copy_(
-                0, part.key_index, key.reshape(-1)
-            )  # scatter_ would copy all of a bfloat16 tensor
-            self._values[layer].index_copy_(0, part.value_index, value.reshape(-1, value.shape[-1]))
+        key, value = k[:n].to(dtype), v[:n].to(dtype)
+        self._keys[layer].index_copy_(
+            0, rows.key_index, key.reshape(-1)
+        )  # scatter_ would copy all of a bfloat16 tensor
+        self._values[layer].index_copy_(0, rows.value_index, value.reshape(-1, value.shape[-1]))
         if rows.calls[0].rows is None:
             return self._attend(layer, units, q, rows.calls[0])
         out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
         for call in rows.calls:
             assert call.rows is not None
             attended = self._attend(layer, units, q[call.rows], call)
-            out[call.rows[: call.count]] = attended[: call.count]
+            out.index_copy_(0, call.rows[: call.count], attended[: call.count])
         return out
 
     def _attend(self, layer: int, units: LayerUnits, q: Tensor, call: AttentionCall) -> Tensor:
@@ -287,38 +286,40 @@ def round_up(n: int, multiple: int) -> int:
 
 def _places(
     sequence: np.ndarray, position: np.ndarray, blocks: Blocks, shape: HeadShape, device: torch.device
-) -> list[Stored]:
+) -> tuple[Tensor, Tensor]:
+    """``Rows.key_index`` and ``Rows.value_index``."""
+    length, d = blocks.length[sequence], shape.head_dim
+    first = blocks.start[sequence] * shape.kv_heads  # of a block in the arena, in rows of D numbers
+    head = first[:, None] + np.arange(shape.kv_heads) * length[:, None]
+    tile, lane = np.divmod(position, KEY_TILE)
+    keys = ((head + (tile * KEY_TILE)[:, None]) * d + lane[:, None])[..., None] + np.arange(d) * KEY_TILE
+    values = head + position[:, None]
+    index = [torch.from_numpy(x.reshape(-1)).to(device) for x in (keys, values)]
+    return index[0], index[1]
+
+
+def _by_length(sequence: np.ndarray, position: np.ndarray, blocks: Blocks) -> Iterator[_Sharing]:
     """One entry for each length of blocks."""
-    lengths = blocks.length[sequence]
-    out = []
+    lengths, start = blocks.length[sequence], blocks.start[sequence]
     different = np.unique(lengths).tolist()
     for length in different:
         rows = None if len(different) == 1 else np.flatnonzero(lengths == length)
         chosen = slice(None) if rows is None else rows
-        at, start = position[chosen], blocks.start[sequence[chosen]]
-        first, d = start * shape.kv_heads, shape.head_dim  # of a block in the arena, in rows of D numbers
-        tile, lane = np.divmod(at, KEY_TILE)
-        inside = np.arange(shape.kv_heads)[:, None] * (length * d) + np.arange(d) * KEY_TILE
-        keys = ((first + tile * KEY_TILE) * d + lane)[:, None] + inside.reshape(-1)
-        values = (first + at)[:, None] + np.arange(shape.kv_heads) * length
-        kept = None if rows is None else torch.from_numpy(rows).to(device)
-        index = [torch.from_numpy(x.reshape(-1)).to(device) for x in (keys, values)]
-        out.append(Stored(length, kept, start // length, at, index[0], index[1]))
-    return out
+        yield _Sharing(length, rows, start[chosen] // length, position[chosen])
 
 
-def _calls(place: Stored, heads: int, device: torch.device) -> Iterator[AttentionCall]:
+def _calls(sharing: _Sharing, heads: int, device: torch.device) -> Iterator[AttentionCall]:
     """Cut rows of one block length where that saves visiting keys, and so that no call holds too many scores."""
-    position = place.position
+    position = sharing.position
     n, largest = len(position), int(position.max()) + 1
     window = round_up(largest, KEY_TILE)
-    if place.rows is None and (n < 2 * _ROWS_APART or largest <= SHORTEST) and n * heads * window <= _SCORES:
-        block, at = torch.from_numpy(place.block).to(device), torch.from_numpy(position).to(device)
-        yield AttentionCall(place.length, None, n, block, at, torch.arange(window, device=device))
+    if sharing.rows is None and (n < 2 * _ROWS_APART or largest <= SHORTEST) and n * heads * window <= _SCORES:
+        block, at = torch.from_numpy(sharing.block).to(device), torch.from_numpy(position).to(device)
+        yield AttentionCall(sharing.length, None, n, block, at, torch.arange(window, device=device))
         return
     order = np.argsort(position, kind="stable")
     ordered = position[order]
-    step = max(SHORTEST, place.length // 8)
+    step = max(SHORTEST, sharing.length // 8)
     begin = 0
     for end in [*(np.flatnonzero(np.diff(ordered // step)) + 1).tolist(), n]:
         if end - begin < _ROWS_APART and end < n:
@@ -326,16 +327,18 @@ def _calls(place: Stored, heads: int, device: torch.device) -> Iterator[Attentio
         most = _SCORES // (heads * round_up(int(ordered[end - 1]) + 1, KEY_TILE)) // ROW_TILE * ROW_TILE
         for first in range(begin, end, max(most, ROW_TILE)):
             last = min(first + max(most, ROW_TILE), end)
-            yield _call(place, order[first:last], round_up(int(ordered[last - 1]) + 1, KEY_TILE), device)
+            yield _call(sharing, order[first:last], round_up(int(ordered[last - 1]) + 1, KEY_TILE), device)
         begin = end
 
 
-def _call(place: Stored, chosen: np.ndarray, window: int, device: torch.device) -> AttentionCall:
+def _call(sharing: _Sharing, chosen: np.ndarray, window: int, device: torch.device) -> AttentionCall:
     count = len(chosen)
     index = np.concatenate([chosen, np.repeat(chosen[-1:], -count % ROW_TILE)])
-    rows, block, position = (torch.from_numpy(x).to(device) for x in (index, place.block[index], place.position[index]))
-    rows = rows if place.rows is None else place.rows[rows]
-    return AttentionCall(place.length, rows, count, block, position, torch.arange(window, device=device))
+    whole = index if sharing.rows is None else sharing.rows[index]
+    rows, block, position = (
+        torch.from_numpy(x).to(device) for x in (whole, sharing.block[index], sharing.position[index])
+    )
+    return AttentionCall(sharing.length, rows, count, block, position, torch.arange(window, device=device))
 
 
 def _filled(call: AttentionCall, fill: int) -> AttentionCall:
