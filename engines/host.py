@@ -248,7 +248,8 @@ class HostedEngine:
         return found
 
     def begin_refit(self, manifest: Manifest) -> bool:
-        return bool(self._refit("begin_refit", manifest=manifest.to_json()))
+        with self._line_lock, self._explained("begin_refit"):
+            return self._line.begin(manifest)
 
     def write(self, bucket: Bucket) -> None:
         with self._line_lock, self._explained("write"):
@@ -257,6 +258,8 @@ class HostedEngine:
     def finish_refit(self) -> RefitResult:
         self._refit("decode_refit")  # beside generation; then only the swap is left
         result = RefitResult(**self._call("finish_refit", self._refit_timeout))
+        with self._line_lock:
+            self._line.finished()
         self._version = result.version
         return result
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trtl_rl.errors import EngineError, RefitError
 from trtl_rl.refit.channel import ChannelName, open_channel
-from trtl_rl.refit.manifest import Bucket
+from trtl_rl.refit.manifest import Bucket, Manifest
 
 
 class RefitLine:
@@ -45,6 +45,16 @@ class RefitLine:
             self._writing = None  # whatever became of it
         self.await_write()
         return self._answer(self._start(method, **parameters))
+
+    def begin(self, manifest: Manifest) -> bool:
+        """Open a version; returns whether changes to its base will do."""
+        takes_changes = bool(self.call("begin_refit", manifest=manifest.to_json()))
+        self._channel.begin(manifest, whole=not takes_changes)
+        return takes_changes
+
+    def finished(self) -> None:
+        """The version is live."""
+        self._channel.finished()
 
     def write(self, bucket: Bucket) -> None:
         """Send a bucket. Its error, if there is one, is raised by the next call."""

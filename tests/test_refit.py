@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.errors import EngineError, RefitError
 from trtl_rl.model.bind import TrainableDecoder
+from trtl_rl.refit.channel import Receiver, SharedMemorySender
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult, buckets, joined_digest, tensor_digest
 from trtl_rl.refit.sender import send
 
@@ -280,13 +282,20 @@ def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecode
     assert len({tuple(values) for _, values in expected}) == 3
 
     class Machine(RuleBasedStateMachine):
-        """A model of the engine beside the engine, under any order of calls."""
+        """A model of the engine beside the engine, under any order of calls; weights come through shared memory."""
 
         @initialize()
         def new(self) -> None:
             self.engine = make_engine(decoder, slots=1)
             self.open, self.version, self.target = False, -1, -1
             self.left: list[Bucket] = []
+            self.channel, self.receiver = SharedMemorySender(), Receiver(io.BytesIO())
+
+        def teardown(self) -> None:
+            self.channel.close()
+
+        def send(self, bucket: Bucket) -> None:
+            self.engine.write(self.receiver.receive(self.channel.pack(bucket)))
 
         @precondition(lambda self: not self.open)
         @rule(version=st.integers(0, 2), fits=st.booleans(), base=st.integers(-1, 2))
@@ -299,6 +308,7 @@ def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecode
             digest = Manifest.of(whole[base], base, coverage).digest if base >= 0 else None
             takes_changes = self.engine.begin_refit(replace(manifest, base=digest))
             assert takes_changes == (self.version >= 0 and base == self.version)
+            self.channel.begin(manifest, not takes_changes)
             self.open, self.target, self.left = True, version, list(buckets(whole[version], 2**16))
             if takes_changes:
                 everything = changes(whole[version], whole[base])
@@ -314,14 +324,14 @@ def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecode
         @rule(everything=st.booleans())
         def write(self, everything: bool) -> None:
             for _ in range(len(self.left) if everything else 1):
-                self.engine.write(self.left.pop(0))
+                self.send(self.left.pop(0))
 
         @precondition(lambda self: self.open and self.left)
         @rule()
         def write_of_another_version(self) -> None:
             other = whole[(self.target + 1) % 3]
             with pytest.raises(RefitError, match="its bytes are not those"):
-                self.engine.write(Bucket({name: other[name] for name in self.left[0].tensors}))
+                self.send(Bucket({name: other[name] for name in self.left[0].tensors}))
             self.open = False
 
         @precondition(lambda self: self.open and not self.left)
@@ -339,6 +349,7 @@ def test_the_engine_is_wholly_at_one_version_or_refuses(decoder: TrainableDecode
                     self.engine.finish_refit()
                 return
             result = self.engine.finish_refit()
+            self.channel.finished()
             self.version = self.target
             assert (result.version, result.digest) == (self.version, Manifest.of(whole[self.version], 0, "").digest)
 

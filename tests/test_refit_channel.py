@@ -281,3 +281,67 @@ def test_a_killed_child_ends_a_refit_at_once(host: Callable[..., HostedEngine], 
     with pytest.raises(EngineError, match="died"):
         engine.abort_refit()
     engine.close()
+
+
+def version(seed: int) -> Bucket:
+    return Bucket({**payload(seed), "z.large": random_bytes(100_000, seed)})
+
+
+def random_bytes(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def manifest(bucket: Bucket) -> Manifest:
+    return Manifest.of(bucket.tensors, 1, "recipe")
+
+
+def test_a_whole_version_stays_where_it_was_packed_until_the_next_but_one() -> None:
+    """Versions that never went live, and changes in between, included: a receiver that kept it anyway loses nothing."""
+    ours, theirs = socket.socketpair()
+    channel, receiver = open_channel("shared_memory", ours), Receiver(theirs.makefile("rb", buffering=0))
+
+    def begin(bucket: Bucket, whole: bool = True) -> Bucket:
+        channel.begin(manifest(bucket), whole)
+        return receiver.receive(channel.pack(bucket))
+
+    first, failed, second, third = (version(seed) for seed in range(4))
+    live = begin(first)
+    channel.finished()
+    assert live.stays
+    for attempt in (failed, second):  # the first of them is given up, or went live without the sender's knowledge
+        taken = begin(attempt)
+        same(live, first)
+        same(taken, attempt)
+    channel.finished()
+    small = Bucket({"a": torch.arange(9, dtype=torch.uint8)}, frozenset({"a"}))
+    for _ in range(3):
+        assert not begin(small, whole=False).stays
+        channel.finished()
+    again = begin(third)
+    same(taken, second)
+    same(again, third)
+    kept = begin(failed)  # given up once more: the one before it may be live
+    same(again, third)
+    same(kept, failed)
+    same(taken, second)
+    channel.close()
+    same(kept, failed)  # also when the sender is gone
+    ours.close()
+    theirs.close()
+
+
+def test_two_whole_versions_take_turns_in_two_files() -> None:
+    ours, theirs = socket.socketpair()
+    channel = open_channel("shared_memory", ours)
+    paths = []
+    for seed in range(4):
+        bucket = version(seed)
+        channel.begin(manifest(bucket), True)
+        about = [channel.pack(part) for part in buckets(bucket.tensors, 60_000)]
+        assert len({part["path"] for part in about}) == 1 and len(about) > 1
+        paths.append(about[0]["path"])
+        channel.finished()
+    assert paths[0] == paths[2] != paths[1] == paths[3]
+    channel.close()
+    ours.close()
+    theirs.close()

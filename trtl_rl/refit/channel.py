@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trtl_rl.refit.manifest import Bucket, dtype_name, tensor_bytes
+from trtl_rl.refit.manifest import Bucket, Manifest, dtype_name, tensor_bytes
 
 if TYPE_CHECKING:
     from trtl_rl.refit.stream import Readable
@@ -26,7 +26,13 @@ _ALIGN = 64
 
 
 class Channel(Protocol):
-    """Carries buckets in order. The receiver has copied a bucket before the next but one is packed."""
+    """Carries buckets in order. The receiver has copied a bucket before the next but one is packed, unless it stays."""
+
+    def begin(self, manifest: Manifest, whole: bool) -> None:
+        """A version follows; ``whole`` says that all of its tensors do."""
+
+    def finished(self) -> None:
+        """The version that began is live on the other side."""
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
         """Prepare a bucket; returns the description that goes to the engine with the call."""
@@ -60,7 +66,7 @@ class Receiver:
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[str, tuple[int, Tensor]] = {}  # path → which file that was, its memory
 
     def receive(self, description: Mapping[str, Any]) -> Bucket:
         """The bucket that was packed; its tensors may be views of the sender's memory."""
@@ -73,13 +79,19 @@ class Receiver:
 
             return cuda_ipc.unpack(description)
         path, size = description["path"], description["size"]
-        if path not in self._mapped or self._mapped[path].numel() != size:  # mapping costs as much as a copy
-            self._mapped[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        return views(self._mapped[path], description)
+        file, memory = self._mapped.get(path, (None, None))
+        if memory is None or file != description["file"] or memory.numel() != size:  # mapping costs as much as a copy
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self._mapped[path] = description["file"], memory
+        return views(memory, description)
 
 
 class SharedMemorySender:
-    """Packs buckets into two files in memory by turns: one is filled while the receiver reads the other.
+    """Packs what is whole to where it stays, and changes into two files in memory by turns.
+
+    Each of two further files holds a whole version, one the last that came whole, the other the next: the receiver keeps the
+    tensors where they are, so that nobody copies them again. A version that began and was never live leaves its file to the
+    receiver, which may have taken it all the same. Of the files for changes one is filled while the receiver reads the other.
 
     The files have no names in any directory: a killed process leaves nothing behind, and a small ``/dev/shm`` (64 MB in
     many containers) is no limit. A receiver of the same user opens them through ``/proc`` while the sender lives.
@@ -87,20 +99,44 @@ class SharedMemorySender:
 
     def __init__(self) -> None:
         self._files = (_MemoryFile(), _MemoryFile())
+        self._live, self._next = _MemoryFile(), _MemoryFile()
+        self._filled: int | None = None  # bytes of the next version that lie in its file; None: it does not come whole
+
+    def begin(self, manifest: Manifest, whole: bool) -> None:
+        if self._filled is not None:
+            self._next.close()
+            self._next = _MemoryFile()
+        self._filled = None
+        if whole:
+            self._next.grown_to(sum(_aligned(entry.nbytes) for entry in manifest.tensors))
+            self._filled = 0
+
+    def finished(self) -> None:
+        if self._filled is not None:
+            self._live, self._next = self._next, self._live
+        self._filled = None
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
-        file, other = self._files
-        self._files = (other, file)
-        places, size = layout(bucket)
-        buffer = file.grown_to(size)
+        stays = self._filled is not None and not bucket.packed
+        if stays:
+            assert self._filled is not None
+            file, start = self._next, self._filled
+        else:
+            self._files = self._files[::-1]
+            file, start = self._files[0], 0
+        places, end = layout(bucket, start)
+        buffer = file.grown_to(end)
         fill(buffer, bucket, places)
-        return {"path": file.path, "size": buffer.numel(), "tensors": places, "packed": sorted(bucket.packed)}
+        if stays:
+            self._filled = end
+        about = {"path": file.path, "file": file.number, "size": buffer.numel(), "stays": stays}
+        return {**about, "tensors": places, "packed": sorted(bucket.packed)}
 
     def push(self, bucket: Bucket) -> None:
         """Nothing is left: the bucket lies in shared memory."""
 
     def close(self) -> None:
-        for file in self._files:
+        for file in (*self._files, self._live, self._next):
             file.close()
 
 
@@ -110,6 +146,7 @@ class _MemoryFile:
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("trtl-rl-refit")
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.number = os.fstat(self._file).st_ino  # a later file may get the same path
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def grown_to(self, size: int) -> Tensor:
@@ -126,14 +163,14 @@ class _MemoryFile:
             self._file, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
 
-def layout(bucket: Bucket) -> tuple[list[Place], int]:
-    """Where each tensor lies in a buffer (name, dtype, shape, first byte), and how long the buffer is."""
+def layout(bucket: Bucket, start: int = 0) -> tuple[list[Place], int]:
+    """Where each tensor lies in a buffer (name, dtype, shape, first byte) from ``start`` on, and where the last one ends."""
     places: list[Place] = []
-    size = 0
+    end = start
     for name, tensor in bucket.tensors.items():
-        places.append((name, dtype_name(tensor.dtype), list(tensor.shape), size))
-        size += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    return places, size
+        places.append((name, dtype_name(tensor.dtype), list(tensor.shape), end))
+        end += _aligned(tensor.nbytes)
+    return places, end
 
 
 def fill(buffer: Tensor, bucket: Bucket, places: list[Place]) -> None:
@@ -149,4 +186,8 @@ def views(buffer: Tensor, description: Mapping[str, Any]) -> Bucket:
         kind: torch.dtype = getattr(torch, dtype)
         count = int(torch.Size(shape).numel()) * kind.itemsize
         tensors[name] = buffer[start : start + count].view(kind).reshape(shape)
-    return Bucket(tensors, frozenset(description["packed"]))
+    return Bucket(tensors, frozenset(description["packed"]), description.get("stays", False))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from trtl_rl.refit.channel import fill, layout, views
-from trtl_rl.refit.manifest import Bucket
+from trtl_rl.refit.manifest import Bucket, Manifest
 
 _FIXED = 6  # of rebuild_cuda_tensor's arguments: class, size, strides, offset, storage class and dtype of a tensor
 
@@ -22,6 +22,12 @@ class CudaIpcSender:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cuda")
+
+    def begin(self, manifest: Manifest, whole: bool) -> None:
+        """The same for every version."""
+
+    def finished(self) -> None:
+        """Nothing of it is kept here."""
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
         places, size = layout(bucket)

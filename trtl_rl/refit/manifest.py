@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,11 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     digest: str
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -75,15 +81,18 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a manifest's tensors; the receiver copies what it keeps.
+    """Some of a manifest's tensors; the receiver copies what it keeps, unless they stay.
 
     Attributes:
         tensors: Whole tensors, and what :func:`trtl_rl.refit.delta.pack` made of others.
         packed: Names of the latter.
+        stays: Their memory is not written to while they belong to the version that is live, or to the one that is to be live
+            next: the receiver may keep them as they are.
     """
 
     tensors: Mapping[str, Tensor]
     packed: frozenset[str] = frozenset()
+    stays: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,14 @@ class RefitReceiver:
         self._coverage = coverage
         self._live: Manifest | None = None
         self._held: dict[str, Tensor] = {}  # tensors of the live version, in CPU memory: a delta's base
+        self._lent: set[str] = set()  # those of them whose memory is the sender's
         self._room: dict[str, Tensor] = {}  # where the next ones go: new memory costs more than a copy
         self._manifest: Manifest | None = None
         self._entries: dict[str, TensorEntry] = {}
         self._takes_changes = False
         self._staged: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
+        self._staying: set[str] = set()  # of what has arrived: what stays in the sender's memory
 
     @property
     def state(self) -> State:
@@ -63,7 +65,7 @@ class RefitReceiver:
 
     @property
     def held(self) -> Mapping[str, Tensor]:
-        """The tensors of the live version, in CPU memory."""
+        """The tensors of the live version, in CPU memory, the sender's or this process's own."""
         return self._held
 
     @property
@@ -97,7 +99,7 @@ class RefitReceiver:
                     repeats=True,
                 )
         self._manifest, self._entries = manifest, entries
-        self._staged, self._arrived = {}, set()
+        self._staged, self._arrived, self._staying = {}, set(), set()
         self._takes_changes = self._live is not None and manifest.base == self._live.digest
         if self._takes_changes:
             assert self._live is not None
@@ -106,12 +108,12 @@ class RefitReceiver:
         return self._takes_changes
 
     def write(self, bucket: Bucket) -> None:
-        """Copy a bucket, or apply its changes. A fault ends the refit: nothing of it will be loaded."""
+        """Copy a bucket that does not stay, or apply its changes. A fault ends the refit: nothing of it will be loaded."""
         if self._manifest is None:
             raise RefitError(f"No refit is open (state {self.state}): begin comes before write.")
         try:
             for name, tensor in bucket.tensors.items():
-                self._stage(name, tensor, name in bucket.packed)
+                self._stage(name, tensor, name in bucket.packed, bucket.stays)
             self._check_scales([name for name in bucket.tensors if name.endswith(SCALE_SUFFIX)])
         except RefitError:
             self.abort()
@@ -138,41 +140,52 @@ class RefitReceiver:
         """The version that was checked is live."""
         assert self._manifest is not None and self.complete
         self._live, self._manifest = self._manifest, None
-        self._room.update({name: tensor for name, tensor in self._held.items() if name in self._arrived})
+        self._room.update(
+            {name: tensor for name, tensor in self._held.items() if name in self._arrived and name not in self._lent}
+        )
+        if self._staying == self._staged.keys():
+            self._room.clear()  # whole versions come into the sender's memory
+        self._lent = (self._lent - self._arrived) | self._staying
         self._held = self._staged
 
     def abort(self) -> None:
         """Forget the open refit, if there is one; the live version stays."""
         if self._manifest is not None:
             self._manifest = None
-            self._room.update({name: self._staged[name] for name in self._arrived})
+            self._room.update({name: self._staged[name] for name in self._arrived - self._staying})
 
-    def _stage(self, name: str, tensor: Tensor, packed: bool) -> None:
+    def _stage(self, name: str, tensor: Tensor, packed: bool, stays: bool) -> None:
         entry = self._entries.get(name)
         if entry is None:
             raise RefitError(f"{name} was not announced by the manifest.")
         if name in self._arrived:
             raise RefitError(f"{name} arrived twice.")
-        spec = self._expected[name]
-        copy = self._room.pop(name, None)
-        if copy is None:
-            copy = torch.empty(spec.shape, dtype=spec.dtype)
+        if packed and not self._takes_changes:
+            raise RefitError(f"{name} arrived as a change to a version that this engine does not hold.")
+        if not packed and (dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape):
+            arrived = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {arrived}.")
         if packed:
-            if not self._takes_changes:
-                raise RefitError(f"{name} arrived as a change to a version that this engine does not hold.")
+            kept = self._own(name)
             try:
-                delta.apply(self._held[name], tensor, copy)
+                delta.apply(self._held[name], tensor, kept)
             except ValueError as error:
                 raise RefitError(f"{name} arrived as a change that cannot be applied: {error}.") from None
+        elif stays:
+            kept = tensor
+            self._staying.add(name)
         else:
-            if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
-                arrived = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-                raise RefitError(f"{name}: announced {entry.dtype} {list(entry.shape)}, arrived {arrived}.")
-            copy.copy_(tensor)
-        if tensor_digest(copy) != entry.digest:
+            kept = self._own(name).copy_(tensor)
+        if tensor_digest(kept) != entry.digest:
             raise RefitError(f"{name}: its bytes are not those that the trainer announced.")
-        self._staged[name] = copy
+        self._staged[name] = kept
         self._arrived.add(name)
+
+    def _own(self, name: str) -> Tensor:
+        """Memory of this process for a tensor."""
+        spec = self._expected[name]
+        kept = self._room.pop(name, None)
+        return torch.empty(spec.shape, dtype=spec.dtype) if kept is None else kept
 
     def _check_scales(self, names: Sequence[str]) -> None:
         scales = [self._staged[name] for name in names]

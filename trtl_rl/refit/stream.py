@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from trtl_rl.refit.channel import fill, layout, views
-from trtl_rl.refit.manifest import Bucket
+from trtl_rl.refit.manifest import Bucket, Manifest
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST_DESCRIPTION = 2**26
@@ -32,6 +32,12 @@ class StreamSender:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+
+    def begin(self, manifest: Manifest, whole: bool) -> None:
+        """The same for every version."""
+
+    def finished(self) -> None:
+        """Nothing of it is kept here."""
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
         """Nothing but that a frame follows."""
