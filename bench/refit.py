@@ -106,22 +106,29 @@ def through_a_checkpoint(tensors: Tensors, into: Tensors, directory: Path) -> Ca
 
 
 def deliver(
-    new: Tensors, before: Sent, mode: str, begin: Callable[[Manifest], bool], write: Callable[[Bucket], None]
-) -> None:
+    new: Tensors,
+    before: Sent,
+    mode: str,
+    begin: Callable[[Manifest], bool],
+    write: Callable[[Bucket], None],
+    opened: Callable[[Manifest, bool], None] = lambda manifest, whole: None,
+) -> Sent:
     """As ``send`` does, up to the last bucket; a full refit is not compared with the version before."""
     manifest = Manifest.of(new, before.manifest.version + 1, before.manifest.coverage)
     base = before.manifest.digest if mode == "delta" else None
     takes_changes = begin(replace(manifest, base=base))
+    opened(manifest, not takes_changes)
     chosen, _ = choose(new, manifest, before if takes_changes else None, takes_changes)
     for bucket in buckets(chosen.tensors, BUCKET, chosen.packed):
         write(bucket)
+    return Sent(new, manifest)
 
 
 # --- one model through a child ---
 
 
 def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch: Path) -> dict[str, Any]:
-    """Full and delta to an idle child, until the child has checked the last bucket; decoding is not in it."""
+    """Full and delta to an idle child, until the child has checked the last bucket; decoding and the swap are not in it."""
     coverage = description.coverage.digest
     before = Sent(old, Manifest.of(old, 0, coverage))
     result: dict[str, Any] = {"bytes": size(new)}
@@ -139,13 +146,16 @@ def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch:
         sizes = {"slots": 1, "context": 64, "stop_ids": []}
         engine.configure(description.to_json(), KernelSet(False).identity, False, **sizes)
         send(engine, old, version=0, coverage=coverage, bucket_bytes=BUCKET)
+        live = [before]  # what the child is at: old and new by turns
 
-        def work(mode: str, engine: HostedEngine = engine) -> float:
+        def work(mode: str, engine: HostedEngine = engine, live: list[Sent] = live) -> float:
+            tensors = old if live[0].tensors is new else new
             start = time.perf_counter()
-            deliver(new, before, mode, engine.begin_refit, engine.write)
+            sent = deliver(tensors, live[0], mode, engine.begin_refit, engine.write)
             engine._line.await_write()
             seconds = time.perf_counter() - start
-            engine.abort_refit()  # waits until what has arrived is decoded
+            engine.finish_refit()
+            live[0] = sent
             return seconds
 
         works[f"full, {channel}"] = lambda work=work: work("full")  # type: ignore[misc]
@@ -314,11 +324,17 @@ def at_size(description: DecoderDescription, scratch: Path) -> dict[str, Any]:
     target.begin(before.manifest)
     target.write(Bucket(old))
     target.finish()
+    live = [before]
 
     def move(mode: str) -> None:
-        deliver(new, before, mode, target.begin, lambda bucket: target.write(reader.receive(channel.pack(bucket))))
+        def write(bucket: Bucket) -> None:
+            target.write(reader.receive(channel.pack(bucket)))
+
+        tensors = old if live[0].tensors is new else new
+        live[0] = deliver(tensors, live[0], mode, target.begin, write, channel.begin)
         target.check()
-        target.abort()
+        target.finish()
+        channel.finished()
 
     into = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     works = {
