@@ -49,9 +49,9 @@ class Blocks:
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Blocks:
-        """Blocks for sequences of these lengths, one after the other."""
+        """Blocks for sequences of these lengths that do not grow, one after the other."""
         start, end = [], 0
-        sizes = [block_length(n) for n in lengths]
+        sizes = [block_length(n, KEY_TILE) for n in lengths]
         for size in sizes:
             start.append(round_up(end, size))
             end = start[-1] + size
@@ -257,13 +257,13 @@ class KeyValueBuffers:
             values[after, :, :length] = value
 
 
-def block_length(positions: int) -> int:
-    """The shortest block that holds so many positions: 128 or 192 times a power of two."""
-    power = SHORTEST
+def block_length(positions: int, shortest: int = SHORTEST) -> int:
+    """The shortest block that holds so many positions: ``shortest`` times a power of two or, of whole tiles, 3/4 of that."""
+    power = shortest
     while power < positions:
         power *= 2
     shorter = power // 4 * 3
-    return shorter if power > SHORTEST and positions <= shorter else power
+    return shorter if power > shortest and positions <= shorter and shorter % KEY_TILE == 0 else power
 
 
 def first_length(positions: int, whole: int) -> int:
