@@ -225,6 +225,7 @@ def write_rounded(checkpoint: Path, directory: Path) -> None:
 
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(checkpoint / WEIGHTS).items()}
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    (directory / WEIGHTS).chmod(0o644)  # as the other files; safetensors lets only the owner read
     shutil.copyfile(checkpoint / CONFIG, directory / CONFIG)
 
 
