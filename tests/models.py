@@ -74,3 +74,8 @@ def logprobs(decoder: TrainableDecoder, temperature: float = 1.0) -> torch.Tenso
     with torch.no_grad():
         ids = sequences(decoder.description.vocab)
         return decoder.forward(ids, list(ANSWERS), temperature)[0]
+
+
+def in_tiles(keys: torch.Tensor) -> torch.Tensor:
+    """[S, kv_heads, D, L] in the layout of ``ops.attention``."""
+    return keys.unflatten(-1, (-1, 32)).transpose(2, 3).contiguous()

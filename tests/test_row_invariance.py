@@ -213,13 +213,8 @@ def test_units_of_the_head(format: LinearFormat) -> None:
     assert_invariant(logprob.forward, [random(M, 61) * 5, torch.arange(M) % 61, torch.ones(M)], [True] * 3, 32)
 
 
-def in_tiles(keys: torch.Tensor) -> torch.Tensor:
-    """[S, kv_heads, D, L] in the layout of ``ops.attention``."""
-    return keys.unflatten(-1, (-1, 32)).transpose(2, 3).contiguous()
-
-
 def by_names(run: Run, case: dict[str, torch.Tensor]) -> torch.Tensor:
-    return run(*(in_tiles(tensor) if name == "keys" else tensor for name, tensor in case.items()))
+    return run(*(models.in_tiles(tensor) if name == "keys" else tensor for name, tensor in case.items()))
 
 
 def attention_case(
@@ -253,8 +248,8 @@ def assert_attention(run: Run, heads: int, kv_heads: int, d: int, dtype: torch.d
     case = attention_case(5, heads, kv_heads, d, 96, dtype)
     whole = by_names(run, case)
     assert (whole.double() - exact_attention(case)).abs().max() < 1e-5
-    is_rows = [True, False, False, True, True, False]
-    assert_invariant(run, list({**case, "keys": in_tiles(case["keys"])}.values()), is_rows, 8)
+    inputs = list({**case, "keys": models.in_tiles(case["keys"])}.values())
+    assert_invariant(run, inputs, [True, False, False, True, True, False], 8)
 
     with torch.inference_mode():
         for capacity, window in ((96, 96), (160, 96), (160, 160), (1024, 96), (1024, 512)):
@@ -298,9 +293,9 @@ def test_attention_by_tiles_over_long_buffers() -> None:
     q, position = random(32, 2, 8) * 3, torch.randint(0, 700, (32,), generator=generator)
     keys, values = random(3, 1, 8, 704, seed=1), random(3, 1, 704, 8, seed=2)
     sequence = torch.arange(32) % 3
-    whole = ops.attention_by_tiles(q, in_tiles(keys), values, sequence, position, torch.arange(704))
+    whole = ops.attention_by_tiles(q, models.in_tiles(keys), values, sequence, position, torch.arange(704))
     for window in (736, 1024, 4096):
-        longer = in_tiles(F.pad(keys, (0, window - 704))), F.pad(values, (0, 0, 0, window - 704))
+        longer = models.in_tiles(F.pad(keys, (0, window - 704))), F.pad(values, (0, 0, 0, window - 704))
         assert torch.equal(ops.attention_by_tiles(q, *longer, sequence, position, torch.arange(window)), whole)
 
 
@@ -371,7 +366,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def operators() -> dict[str, Callable[[], Any]]:
     """Every operator on enough values that torch shares its loops among threads, at odd places."""
     m = 2176
-    buffers = [in_tiles(random(24, 2, 24, 96, seed=1)), random(24, 2, 96, 24, seed=2)]
+    buffers = [models.in_tiles(random(24, 2, 24, 96, seed=1)), random(24, 2, 96, 24, seed=2)]
     return {
         "quantise_rows": lambda: ops.quantise_rows(random(m, 320), FORMATS[2])[0],
         "gemm": lambda: ops.gemm(random(m, 256), random(700, 256, seed=1)),
