@@ -17,6 +17,7 @@ def run(settings: list[str], resume: Path | None) -> int:
     """Train as ``settings`` say: an optional file, then ``key=value``. Returns the exit code."""
     config = configuration(settings, resume)
     trainer = Trainer(args=config, resume=resume is not None)
+    trainer.logs = False  # the screen shows it
     from trtl_rl.cli.dashboard import Screen
 
     presses = 0

@@ -95,7 +95,7 @@ def attempt(run_dir: Path, staleness: int, seed: int, steps: int) -> None:
     resume = (run_dir / "config.yaml").exists()
     if not resume:
         shutil.rmtree(run_dir, ignore_errors=True)  # killed before the run had begun
-    trainer = Trainer("demo", reward, demo_rows()[:17], config, resume=resume)
+    trainer = Trainer("demo", reward, config, demo_rows()[:17], resume=resume)
     if seed >= 0:
         arm(seed)
     result = trainer.train()

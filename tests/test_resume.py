@@ -278,7 +278,7 @@ def test_a_stop_at_any_step_loses_and_doubles_no_prompt(staleness: int, whole: P
     made = 0
     for attempt in range(4):
         with pytest.MonkeyPatch.context() as patch:
-            trainer = Trainer("demo", digits, demo_rows()[:7], config(run_dir, **keys), resume=attempt > 0)
+            trainer = Trainer("demo", digits, config(run_dir, **keys), demo_rows()[:7], resume=attempt > 0)
             stop_in_update(patch, trainer, version=(1, 3, 4, -1)[attempt])
             trained = Trained(patch)
             result = trainer.train()
@@ -296,7 +296,7 @@ def test_a_stop_at_any_step_loses_and_doubles_no_prompt(staleness: int, whole: P
     assert all(row["off_policy/max"] <= staleness for row in steps), "the version goes on where it was"
     if staleness == 0:
         plain = tmp_path / "plain"
-        Trainer("demo", digits, demo_rows()[:7], config(plain, **keys)).train()
+        Trainer("demo", digits, config(plain, **keys), demo_rows()[:7]).train()
         assert metrics_of(plain) == steps and same(weights(plain), weights(run_dir))
 
 

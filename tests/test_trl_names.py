@@ -9,7 +9,7 @@ import pytest
 from trtl_rl import TrainerConfig
 from trtl_rl.config import RunConfig
 from trtl_rl.errors import UserError
-from trtl_rl.trl_names import ALREADY_SO, NAMES, RENAMED, translate
+from trtl_rl.trl_names import ALREADY_SO, NAMES, REFUSED, RENAMED, SAID, translate
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -98,6 +98,16 @@ def test_what_cannot_be_is_refused_with_the_reason(settings: dict[str, Any], sai
 def test_max_steps_goes_before_epochs_as_in_trl() -> None:
     assert TrainerConfig(max_steps=7, num_train_epochs=3).steps == 7
     assert TrainerConfig(max_steps=-1, num_train_epochs=3).epochs == 3
+
+
+def test_every_setting_of_transformers_trainer_has_its_place() -> None:
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments)} - {"seed"}
+    assert names - NAMES == set()
+    assert not {name for table in (SAID, REFUSED) for name in table if name in RENAMED or name in ALREADY_SO}
 
 
 def test_no_name_of_trl_is_a_key_of_this_project() -> None:

@@ -24,6 +24,7 @@ from trtl_rl.tasks.stream_task import make_task
 from trtl_rl.tasks.task import Task
 from trtl_rl.trainer import buffer_state, checkpoint, lora, resume
 from trtl_rl.trainer.binding import bind
+from trtl_rl.trainer.checks import launcher_notes
 from trtl_rl.trainer.engine_place import find_place, make_engines
 from trtl_rl.trainer.engine_start import EngineStart
 from trtl_rl.trainer.evaluate import Evaluations, evaluation_prompts, make_evaluator
@@ -103,6 +104,8 @@ class Run:
             )
         if self.trainer.translated:
             self.metrics.message("info", "Said in TRL's words: " + "; ".join(self.trainer.translated) + ".")
+        for text in launcher_notes():
+            self.metrics.message("warning", text)
         if c.optimizer.lr == 0:
             self.metrics.message("warning", "optimizer.lr=0: every step runs in full, and no weight moves.")
         import torch

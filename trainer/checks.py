@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from trtl_rl.config import RunConfig
     from trtl_rl.recipe.recipe import Recipe
 
+_SHARDED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism",
+}
+# Variables of a launcher, what says nothing, the option that they come from, and why they are not followed.
+_WITHOUT_EFFECT = {
+    "ACCELERATE_MIXED_PRECISION": ("no", "mixed_precision", "precision is the recipe's alone"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "dynamo_backend", "operators are compiled by themselves (compile)"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1",
+        "gradient_accumulation_steps",
+        "a batch is batch.prompts groups, in parts of optimizer.micro_batch_tokens",
+    ),
+}
+
 
 def check_one_process() -> None:
     """Refuse a launcher that starts several learners: each would train a model of its own."""
@@ -28,6 +45,22 @@ def check_one_process() -> None:
             f"The launcher started {count} processes, and the learner runs in one. Use `accelerate launch --num_processes 1`; "
             "rollouts are spread by engine.replicas."
         )
+    for variable, kind in _SHARDED.items():
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"):
+            raise UserError(
+                f"The launcher asks for {kind} ({variable}), and the learner runs in one process, which shards nothing. "
+                "Launch it without."
+            )
+
+
+def launcher_notes() -> list[str]:
+    """What a launcher set for Accelerate that has no effect here."""
+    notes = []
+    for variable, (nothing, option, reason) in _WITHOUT_EFFECT.items():
+        value = os.environ.get(variable, nothing)
+        if value.lower() != nothing:
+            notes.append(f"The launcher's {option}={value} has no effect: {reason}.")
+    return notes
 
 
 def run_directory(config: RunConfig, resume: bool, resume_by: str) -> Path:

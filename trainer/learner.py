@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 
 from trtl_rl.config_parts import OptimizerConfig
@@ -101,8 +102,14 @@ class Learner:
         reference: TrainableDecoder | None = None,
     ) -> None:
         assert reference is not None or not loss.needs_reference_logprobs, "the KL penalty needs a reference"
-        # No mixed precision: autocast would round after the quantiser.
-        self.accelerator = Accelerator(mixed_precision="no", cpu=decoder.weights.device.type == "cpu")
+        # Said in full, since a launcher's variables would speak otherwise. No mixed precision: autocast would round after the
+        # quantiser; a number of accumulation steps would divide the loss.
+        self.accelerator = Accelerator(
+            mixed_precision="no",
+            cpu=decoder.weights.device.type == "cpu",
+            dynamo_backend="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
         self.decoder, self.loss, self.config, self.shape = decoder, loss, config, shape
         self.fp8 = Fp8Products.of(decoder.description.coverage, frozen=bool(decoder.description.adapters))
         decoder.gradient_checkpointing = config.gradient_checkpointing

@@ -311,6 +311,7 @@ class Race:
         if run.exists() and not resume:
             shutil.rmtree(run)  # killed before its first checkpoint
         self._trainer = Trainer(args=self.config_of(cell), resume=resume)
+        self._trainer.logs = False
         if not self._stopped:
             self._trainer.train()
 

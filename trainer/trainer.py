@@ -25,7 +25,7 @@ from trtl_rl.rewards.runner import RewardRunner
 from trtl_rl.rollout import Sampling
 from trtl_rl.tasks.presets import apply_preset
 from trtl_rl.tasks.rows import Rows, evaluation_config, given_rows, open_evaluation_rows, open_rows
-from trtl_rl.trainer import checkpoint, lora
+from trtl_rl.trainer import arguments, checkpoint, lora
 from trtl_rl.trainer.callbacks import Callback, Callbacks
 from trtl_rl.trainer.checks import (
     check_architecture,
@@ -36,6 +36,7 @@ from trtl_rl.trainer.checks import (
     run_directory,
 )
 from trtl_rl.trainer.closing import closing_text
+from trtl_rl.trainer.logs import LoggedMetrics, show_lines
 from trtl_rl.trainer.objects import keep_model, written
 from trtl_rl.trainer.steps import weighted, with_steps
 from trtl_rl.trainer.tracking import Tracking, check_installed
@@ -86,11 +87,12 @@ class Trainer:
             ``completion_ids`` and every column of the data, each a list; they return one float or None per completion.
             A built-in's name and a ``Reward`` (with weight, time limit and policy) are rewards too. A function runs in a
             process of its own: what it changes outside itself stays there, unless ``Reward(…, in_process=True)``.
-        train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence); overrides ``args.data``.
-        args: Every other setting.
-        eval_dataset: Rows to evaluate on, apart from those that are trained on; all of them unless ``evaluation.prompts`` says
-            how many.
-        processing_class: The tokenizer, as an object; by default the model's.
+        args: Every other setting: a ``TrainerConfig``.
+        train_dataset: Rows as mappings (a ``datasets.Dataset`` is one such sequence), or what ``args.data`` may be: a file, a
+            directory, a hub name.
+        eval_dataset: The same to evaluate on, apart from what is trained on; of rows all, unless ``evaluation.prompts`` says how
+            many.
+        processing_class: The tokenizer, or its name; by default the model's.
         callbacks: Follow the run, and may stop it.
         peft_config: A ``peft.LoraConfig``, as TRL takes one, in place of the keys of ``args.lora``.
         engine: Makes an engine of your own from a log file and the engine's number: an object with the methods of
@@ -98,6 +100,10 @@ class Trainer:
         loss: An objective of your own; overrides ``args.loss``, but for its KL and entropy terms, which it does without.
         resume: Continue the run in ``args.run_dir`` from its newest whole checkpoint, or from its beginning where it had
             not saved one yet.
+        others: Arguments that TRL's trainer has and this one has not; refused with the reason unless they are ``None``.
+
+    Attributes:
+        logs: Whether a run logs its steps and messages (see :mod:`trtl_rl.trainer.logs`).
 
     Raises:
         UserError: with what is wrong and what to do.
@@ -112,32 +118,37 @@ class Trainer:
         Trainer(model="demo", reward_funcs=correct, train_dataset=rows, args=TrainerConfig(steps=50)).train()
     """
 
+    logs = True
+
     def __init__(
         self,
         model: str | Path | PreTrainedModel | None = None,
         reward_funcs: RewardFunction | Reward | str | Sequence[RewardFunction | Reward | str] | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
         args: RunConfig | None = None,
-        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        callbacks: Sequence[Callback] = (),
-        peft_config: LoraConfig | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        processing_class: PreTrainedTokenizerBase | str | Path | None = None,
         *,
+        callbacks: Callback | Sequence[Callback] = (),
+        peft_config: LoraConfig | None = None,
         engine: Callable[[Path, int], EngineProcess] | None = None,
         loss: Loss | None = None,
         resume: bool = False,
+        **others: Any,
     ) -> None:
-        config = args or RunConfig()
         check_one_process()
+        arguments.refuse_others(others)
+        arguments.check_model(model)
+        config, train_rows, eval_rows = arguments.read_rows(arguments.read_args(args), train_dataset, eval_dataset)
         self.resume_by = "trtl-rl run --resume {run_dir}"
-        if train_dataset is not None or reward_funcs is not None:
+        if train_rows is not None or reward_funcs is not None:
             self.resume_by = "the same Trainer(...) with run_dir='{run_dir}' in its args, and resume=True"
-        self._object = written(model, processing_class, config.model)
+        self._object = written(model, arguments.read_tokenizer(processing_class), config.model)
         if self._object is not None or model is not None:
             config = config.model_copy(update={"model": str(self._object or model)})
-        if train_dataset is not None:
+        if train_rows is not None:
             config = config.model_copy(update={"data": GIVEN})
-        if eval_dataset is not None:
+        if eval_rows is not None:
             evaluation = config.evaluation.model_copy(update={"data": GIVEN})
             config = config.model_copy(update={"evaluation": evaluation})
         self.config = apply_preset(config)
@@ -149,7 +160,7 @@ class Trainer:
         self.directory = engine_directory(self.config, self.source, self.recipe)
         self.prompt_room = prompt_room(self.config, self.source, self.directory)
         check_fault(self.config)
-        self.rows = given_rows(train_dataset, self.config) if train_dataset is not None else open_rows(self.config)
+        self.rows = given_rows(train_rows, self.config) if train_rows is not None else open_rows(self.config)
         if reward_funcs is None:
             self.rewards = load_rewards(self.config.rewards)
         else:
@@ -162,10 +173,10 @@ class Trainer:
             self.rewards = weighted(self.rewards, args.translated.reward_weights)
         self.config = with_steps(self.config, self.rows, args)
         check_columns(self.rewards, self.rows.columns)
-        self._check_evaluation(eval_dataset)
+        self._check_evaluation(eval_rows)
         self.loss, self.engine = loss, engine
         self.translated = args.translated.lines if isinstance(args, TrainerConfig) else []
-        self.callbacks = Callbacks(self, list(callbacks))
+        self.callbacks = Callbacks(self, arguments.read_callbacks(callbacks))
         check_installed(self.config.trackers)
         self.resume = resume
         self._run: Run | None = None
@@ -202,7 +213,9 @@ class Trainer:
 
         if not self.resume:
             self.write_config()
-        metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
+        if self.logs:
+            show_lines()
+        metrics = (LoggedMetrics if self.logs else MetricsWriter)(self.run_dir / "metrics.jsonl")
         started = time.monotonic()
         run: Run | None = None
         try:

@@ -14,12 +14,19 @@ from typing import Any
 
 from trtl_rl.errors import UserError
 
+
+def _all(names: str, reason: str) -> dict[str, str]:
+    """Names that have one reason."""
+    return dict.fromkeys(names.split(), reason)
+
+
 RENAMED = {
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
     "max_grad_norm": "optimizer.max_grad_norm",
     "warmup_steps": "optimizer.warmup_steps",
+    "activation_checkpointing": "optimizer.gradient_checkpointing",
     "gradient_checkpointing": "optimizer.gradient_checkpointing",
     "num_generations": "batch.group_size",
     "max_completion_length": "sampling.max_new_tokens",
@@ -78,6 +85,26 @@ ALREADY_SO: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_entropy_quantile": ((1.0,), "all tokens are trained on"),
     "log_completions": ((True, False), "a sample is written to metrics.jsonl at every step"),
     "push_to_hub": ((False,), "use save_pretrained() and huggingface_hub"),
+    "eval_strategy": (("steps", "no"), "an evaluation comes every eval_steps updates, at the start and at the end"),
+    "eval_on_start": ((True,), "the start model is evaluated too"),
+    "eval_delay": ((0, None), "an evaluation comes every eval_steps updates, at the start and at the end"),
+    "save_only_model": ((False,), "checkpoints hold the whole run; save_pretrained() writes a model alone"),
+    "resume_from_checkpoint": ((None, False), "Trainer(..., resume=True) goes on with the run in output_dir"),
+    "data_seed": ((None,), "one seed decides about everything: seed"),
+    "torch_compile": ((False,), "operators are compiled by themselves: compile"),
+    "use_liger_kernel": ((False,), "operators are the project's own, the same in trainer and engine"),
+    "cast_lm_head_to_fp32": ((False,), "the head's products are FP32 unless the recipe says otherwise"),
+    "use_bias_correction_kl": ((False,), "the KL term is an estimate by samples"),
+    "label_smoothing_factor": ((0, None), "there are no labels"),
+    "train_sampling_strategy": (("random",), "task.shuffle and task.curriculum decide about the order"),
+    "metric_for_best_model": ((None,), "choose a checkpoint by its evaluation rows in metrics.jsonl"),
+    "greater_is_better": ((None,), "choose a checkpoint by its evaluation rows in metrics.jsonl"),
+    "ignore_data_skip": ((False,), "a resume goes on in the order of the data"),
+    "neftune_noise_alpha": ((None,), "noise would make another model than the one that generates"),
+    "optim_args": ((None,), "the optimizer is AdamW, with the keys of optimizer"),
+    "optim_target_modules": ((None,), "the optimizer is AdamW, for all weights"),
+    "lr_scheduler_kwargs": ((None, {}), "optimizer has the schedules' keys"),
+    "log_completions_hub_repo": ((None,), "completions are in rollouts/ of the run directory"),
 }
 """TRL's name → the values that say what happens here anyway, and the reason why no other is taken."""
 
@@ -88,6 +115,42 @@ SAID = {
     "disable_tqdm": "the terminal shows a dashboard; without a terminal there is a line a step",
     "dataloader_num_workers": "prompts are tokenised once, at the start",
     "ds3_gather_for_generation": "there is no ZeRO-3 here",
+    "run_name": "a run has the name of its directory, output_dir",
+    "logging_dir": "metrics and logs are in the run directory",
+    "gradient_checkpointing_kwargs": "whole layers are computed again",
+    "activation_checkpointing_kwargs": "whole layers are computed again",
+    "average_tokens_across_devices": "the learner runs in one process",
+    "num_completions_to_print": "a sample is written to metrics.jsonl at every step",
+    "log_unique_prompts": "a sample is written to metrics.jsonl at every step",
+    "torch_empty_cache_steps": "memory is bounded by optimizer.micro_batch_tokens",
+    "full_determinism": "a run with buffer.max_staleness=0 repeats bit for bit",
+    "use_cache": "the engine keeps keys and values, the learner none",
+    "ref_model_mixup_alpha": "the reference is the start model",
+    "ref_model_sync_steps": "the reference is the start model",
+    "do_train": "call train()",
+    "do_eval": "call evaluate()",
+    "do_predict": "call generate()",
+    **_all(
+        "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
+        "dataloader_in_order",
+        "prompts are tokenised once, at the start",
+    ),
+    **_all(
+        "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank "
+        "log_on_each_node save_on_each_node",
+        "the learner runs in one process",
+    ),
+    **_all(
+        "log_level log_level_replica logging_nan_inf_filter include_num_input_tokens_seen include_for_metrics "
+        "skip_memory_metrics",
+        "every step is written to metrics.jsonl",
+    ),
+    **_all(
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics prediction_loss_only "
+        "bf16_full_eval fp16_full_eval",
+        "evaluation has keys of its own, see evaluation",
+    ),
+    **_all("label_names length_column_name restore_callback_states_from_checkpoint", "nothing here needs it"),
 }
 """TRL's name → what is so instead; the value has no effect, and a run says that."""
 
@@ -108,9 +171,33 @@ REFUSED = {
     "fsdp": "the learner runs in one process",
     "auto_find_batch_size": "optimizer.micro_batch_tokens bounds the memory of a step",
     "load_best_model_at_end": "choose a checkpoint by its evaluation rows in metrics.jsonl",
-    "hub_model_id": "use save_pretrained() and huggingface_hub",
+    "max_tool_calling_iterations": "an answer is one turn, and calls no tools",
+    "sapo_temperature_neg": "of TRL's objectives there are grpo, dr_grpo",
+    "sapo_temperature_pos": "of TRL's objectives there are grpo, dr_grpo",
+    **_all("accelerator_config parallelism_config fsdp_config", "the learner runs in one process"),
+    **_all("torch_compile_backend torch_compile_mode", "operators are compiled by themselves: compile"),
+    **_all("liger_kernel_config", "operators are the project's own, the same in trainer and engine"),
+    **_all(
+        "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "a tracker is told the run's name and its configuration, and nothing else",
+    ),
+    **_all(
+        "hub_model_id hub_token hub_private_repo hub_strategy hub_always_push hub_revision",
+        "use save_pretrained() and huggingface_hub",
+    ),
+    **_all("debug enable_jit_checkpoint", "there is no such mode"),
 }
 """TRL's name → why it is not taken. Names beginning with ``vllm_`` are refused as ``vllm_mode`` is."""
+
+TRAINER_ARGUMENTS = {
+    "reward_processing_classes": "a reward model brings its own tokenizer",
+    "optimizers": "the optimizer is AdamW, with the keys of args.optimizer",
+    "quantization_config": "precision is the recipe's alone: set args.recipe",
+    "tools": "an answer is one turn, and calls no tools",
+    "rollout_func": "rollouts come from an engine: give engine=, as examples/custom_engine.py does",
+    "environment_factory": "an answer is one turn, in no environment",
+}
+"""Arguments of TRL's ``GRPOTrainer`` → why ``Trainer`` does not take them."""
 
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size")
 _OTHER = {*_COUNTS, "lr_scheduler_type", "loss_type", "epsilon", "adam_beta1", "adam_beta2", "warmup_ratio", "report_to",
@@ -179,7 +266,7 @@ def _refusal(name: str, value: Any) -> str | None:
     if name.startswith("vllm_"):
         return REFUSED["vllm_mode"]
     if name in REFUSED:
-        return None if value is None else REFUSED[name]
+        return None if value is None or value is False else REFUSED[name]
     if name in ALREADY_SO:
         values, reason = ALREADY_SO[name]
         return None if value in values else reason
