@@ -149,6 +149,19 @@ def chart(values: Sequence[float], height: int, levels: str = BLOCKS) -> list[st
     return rows
 
 
+def scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The targets' values of an evaluation, without intervals and versions.
+
+    >>> scores({"eval/exact": 0.5, "eval/exact/ci_low": 0.4, "eval/version_first": 3})
+    {'eval/exact': 0.5}
+    """
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.endswith(("/ci_low", "/ci_high")) and "version" not in name
+    }
+
+
 def evaluation_cells(metrics: Mapping[str, float]) -> dict[str, str]:
     """The figures of an evaluation by name, each with its interval where it has one.
 

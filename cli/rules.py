@@ -26,6 +26,7 @@ def _above(name: str, limit: float) -> Callable[[View, float], bool]:
     return lambda view, now: view.metrics.get(name, limit) > limit
 
 
+IMBALANCE_FALL = 0.6
 RED, YELLOW = "bold red", "black on yellow"
 
 RULES: tuple[Rule, ...] = (
@@ -46,9 +47,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "imbalance",
         YELLOW,
-        "below 0.6 of its start",
+        f"below {IMBALANCE_FALL} of its start",
         "right answers become unlikely too",
-        lambda view, now: (view.imbalance_change or 1.0) < 0.6,
+        lambda view, now: (view.imbalance_change or 1.0) < IMBALANCE_FALL,
     ),
     Rule(
         "truncated",

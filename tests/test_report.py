@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from metric_rows import NOW, run_rows, write
 
+from trtl_rl.cli.report.charts import LIGHT, _figure
 from trtl_rl.cli.report.command import _check, _name_apart, report
 from trtl_rl.cli.report.history import History, Series, compare, smooth
+from trtl_rl.cli.report.page import _evaluations, _held_out
+from trtl_rl.cli.report.plots import all_charts
 from trtl_rl.errors import UserError
 
 
@@ -189,6 +193,51 @@ def test_runs_are_compared_where_the_least_has_ended(tmp_path: Path) -> None:
     assert one.flops == other.flops == pytest.approx(40 * 2.38e11)
     assert one.step == 80 and other.step == 40, "a step of the first costs half as much"
     assert one.window == 4 and other.reward == 1.0 and other.seconds == pytest.approx(40.0)
+
+
+def test_runs_of_one_budget_are_compared_before_their_last_evaluation(tmp_path: Path) -> None:
+    """A budget ends a run at the first step over it, so none of two spends just what the other did."""
+    write(tmp_path / "a", run_rows(100, end=True))
+    rows = run_rows(50, end=True)
+    for row in rows:
+        if row["kind"] == "step":  # twice the FLOPs, and 2 % more in the end
+            row["metrics"]["flops/total"] *= 2.04
+    write(tmp_path / "b", rows)
+    found = compare([History.read(tmp_path / "a"), History.read(tmp_path / "b")])
+    assert [(at.step, at.evaluation and at.evaluation[0]) for at in found] == [(100, 100), (50, 50)]
+
+
+def test_intervals_and_versions_are_drawn_as_targets(tmp_path: Path) -> None:
+    rows = run_rows(30, end=True)
+    for row in rows:
+        if row["kind"] == "evaluation":
+            score = row["metrics"]["eval/exact_match"]
+            row["metrics"] = {
+                "eval/version_first": 3, "eval/exact_match": score,
+                "eval/exact_match/ci_low": score - 0.05, "eval/exact_match/ci_high": score + 0.05,
+            }  # fmt: skip
+    write(tmp_path / "run", rows)
+    run = History.read(tmp_path / "run")
+    chart = next(chart for chart in all_charts([run]) if chart.name == "evaluation")
+    axes = Figure().add_subplot()
+    chart.draw(axes, LIGHT)
+    assert [line.get_label() for line in axes.get_lines()] == ["exact_match"] and axes.get_ylim()[1] < 1.2
+    (band,) = axes.collections
+    assert band.get_paths()[0].get_extents().y1 == pytest.approx(0.98)
+    assert _evaluations(run)["rows"] == [{"name": "exact_match", "cells": ["0.31 [0.26, 0.36]", "0.93 [0.88, 0.98]"]}]
+    assert _held_out(run).value == "0.31 → 0.93"
+
+
+def test_a_legend_is_wider_than_its_drawing(tmp_path: Path) -> None:
+    for name in ("one", "another-" + "long-" * 8 + "name"):
+        write(tmp_path / name, run_rows(30))
+    runs = [History.read(tmp_path / "one"), History.read(tmp_path / ("another-" + "long-" * 8 + "name"))]
+    for chart in all_charts(runs):
+        with _figure(chart) as figure:
+            figure.canvas.draw()
+            for legend in figure.legends:
+                box = legend.get_window_extent()
+                assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, chart.name
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SERIES = 8  # colours of lines; further ones begin again, dashed
 _SIZE = (5.6, 2.9)  # inches
+_LABEL = 70  # characters
 _FONT = ["Inter", "Helvetica", "Arial", "DejaVu Sans"]
 
 
@@ -148,6 +149,7 @@ def shares(axes: Axes, values: list[float]) -> None:
 
 def prefixed(axis: Axis, unit: str) -> None:
     """Decimal prefixes: ``40 GFLOP``."""
+    axis.set_major_locator(MaxNLocator(nbins=5))
     axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
 
 
@@ -158,6 +160,12 @@ def plain(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def legend(axes: Axes, columns: int = 3) -> None:
-    """Above the drawing, where it hides nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.4)
+def legend(axes: Axes) -> None:
+    """Above the drawing, where it hides nothing, in as many columns as the labels leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [label if len(label) <= _LABEL else label[: _LABEL - 1] + "…" for label in labels]
+    widest = 0.4 + 0.055 * max(map(len, labels), default=0)  # inches: the handle, and letters of 8.5 points
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    columns = max(1, min(len(labels), int(_SIZE[0] / widest)))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.2, handlelength=1.4)

@@ -146,6 +146,9 @@ class History:
         return "unfinished" if self.view.end is None else str(self.view.end.get("status", "ended"))
 
 
+SAME = 0.05
+
+
 @dataclass(frozen=True)
 class AtEqualFlops:
     """What a run had when it had spent ``flops``.
@@ -168,7 +171,10 @@ class AtEqualFlops:
 
 
 def compare(runs: Sequence[History]) -> list[AtEqualFlops]:
-    """All runs where the one that spent the least has ended; none when a run has counted no FLOPs."""
+    """All runs where the one that spent the least has ended; none when a run has counted no FLOPs.
+
+    One that spent up to ``SAME`` more counts whole: runs of one budget end at the first step over it.
+    """
     spent = [run.spent() for run in runs]
     if len(runs) < 2 or not all(spent):
         return []
@@ -177,7 +183,7 @@ def compare(runs: Sequence[History]) -> list[AtEqualFlops]:
 
 
 def _at(run: History, spent: Series, flops: float) -> AtEqualFlops:
-    within = bisect_right(spent.values, flops)
+    within = len(spent.values) if spent.values[-1] <= flops * (1 + SAME) else bisect_right(spent.values, flops)
     steps = spent.steps[:within]
     window = max(1, len(steps) // 20)
     rewards = [run.steps[step]["reward"] for step in steps[-window:] if "reward" in run.steps[step]]

@@ -15,9 +15,9 @@ from markupsafe import Markup
 
 from trtl_rl import __version__, metric_table
 from trtl_rl.cli import panels
-from trtl_rl.cli.figures import clean, duration, number, percent, quantity
+from trtl_rl.cli.figures import clean, duration, evaluation_cells, number, percent, quantity, scores
 from trtl_rl.cli.report.charts import DARK, LIGHT, Chart, Palette
-from trtl_rl.cli.report.history import History, compare, mean
+from trtl_rl.cli.report.history import SAME, History, compare, mean
 from trtl_rl.cli.view import finite
 from trtl_rl.metrics import Row
 
@@ -177,10 +177,10 @@ def _short(value: float | None) -> str:
 
 def _held_out(run: History) -> Figure:
     found = sorted(run.evaluations.items())
-    if not found or not found[-1][1]:
+    if not found or not scores(found[-1][1]):
         return Figure("held out", "-", "no evaluation")
     (first, before), (last, after) = found[0], found[-1]
-    name, value = next(iter(after.items()))
+    name, value = next(iter(scores(after).items()))
     label = clean(name.removeprefix("eval/")).replace("_", " ")
     if first == last:
         return Figure("held out", number(value, 2), f"{label}, step {last}")
@@ -217,14 +217,12 @@ def _evaluations(run: History) -> dict[str, Any]:
     found = sorted(run.evaluations.items())
     if len(found) > 6:
         found = [*found[:2], *found[-4:]]
-    names = dict.fromkeys(name for _, metrics in found for name in metrics)
+    cells = [evaluation_cells(metrics) for _, metrics in found]
+    names = dict.fromkeys(name.removeprefix("eval/") for _, metrics in found for name in scores(metrics))
     return (
         {
             "steps": ["before" if step == 0 else f"step {step}" for step, _ in found],
-            "rows": [
-                {"name": clean(name.removeprefix("eval/")), "cells": [number(m.get(name), 2) for _, m in found]}
-                for name in names
-            ],
+            "rows": [{"name": clean(name), "cells": [c.get(name, "-") for c in cells]} for name in names],
         }
         if names
         else {}
@@ -280,7 +278,7 @@ def _equal(runs: Sequence[History]) -> dict[str, Any] | None:
         evaluation = "-"
         if at.evaluation is not None:
             step, metrics = at.evaluation
-            evaluation = f"{number(next(iter(metrics.values()), None), 2)} at step {step}"
+            evaluation = f"{number(next(iter(scores(metrics).values()), None), 2)} at step {step}"
         rows.append(
             {
                 "name": clean(at.run.name),
@@ -292,4 +290,4 @@ def _equal(runs: Sequence[History]) -> dict[str, Any] | None:
             }
         )
     least = min(runs, key=lambda run: run.spent().values[-1])
-    return {"flops": quantity(found[0].flops, "FLOP"), "least": clean(least.name), "rows": rows}
+    return {"flops": quantity(found[0].flops, "FLOP"), "least": clean(least.name), "same": percent(SAME), "rows": rows}

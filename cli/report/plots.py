@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
-from trtl_rl.cli.figures import percent, quantity
+from trtl_rl.cli.figures import number, percent, quantity, scores
 from trtl_rl.cli.report import charts
 from trtl_rl.cli.report.charts import Chart, Palette
 from trtl_rl.cli.report.history import History, Series, compare, smooth
-from trtl_rl.cli.view import ROLES
+from trtl_rl.cli.rules import IMBALANCE_FALL
+from trtl_rl.cli.view import IMBALANCE_STEPS, ROLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _STAGES = ("quantise", "move", "decode", "finish", "pause")
 _PARTS = ("rollout_wait", "learn", "refit", "parity")
-_IMBALANCE_LIMIT = 20
 
 Scale = Callable[["Axes", list[float]], None]
 
@@ -130,7 +131,7 @@ def _lines(
         charts.steps_axis(axes, _last_step(runs))
         _resumes(axes, runs, palette)
         if several or len(metrics) > 1:
-            charts.legend(axes, 2 if several else 5)
+            charts.legend(axes)
 
     return Chart(name, title, note + _binned_note(runs, next(iter(metrics))), draw)
 
@@ -163,7 +164,7 @@ def _reward(runs: Sequence[History]) -> Chart | None:
         charts.steps_axis(axes, _last_step(runs))
         _resumes(axes, runs, palette)
         if len(runs) > 1:
-            charts.legend(axes, 2)
+            charts.legend(axes)
 
     window = max(_window(run.series("reward").binned()[0]) for run in runs)
     note = f"Thin: each step. Thick: moving mean over {window} points. " if window > 1 else ""
@@ -197,59 +198,70 @@ def _equal_flops(runs: Sequence[History]) -> Chart | None:
         axes.set_xlim(left=0)
         charts.prefixed(axes.xaxis, "FLOP")
         axes.set_xlabel("FLOPs spent, all roles")
-        charts.legend(axes, 2)
+        charts.legend(axes)
 
     note = f"Dashed: {quantity(found[0].flops, 'FLOP')}, where the least spent; the table compares the runs there."
     return Chart("equal_flops", "Reward at equal FLOPs", note, draw, 3.4)
 
 
 def _evaluation(runs: Sequence[History]) -> Chart | None:
-    """From two evaluations on."""
+    """From two evaluations on: of one run all targets, of several the first."""
     if max(len(run.evaluations) for run in runs) < 2:
         return None
+    several = len(runs) > 1
+    targets = list(
+        dict.fromkeys(name for run in runs for metrics in run.evaluations.values() for name in scores(metrics))
+    )
+    targets = targets[:1] if several else targets
 
     def draw(axes: Axes, palette: Palette) -> None:
         seen: list[float] = []
-        for at, run in enumerate(runs):
-            names = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics)
-            for line, name in enumerate(names):
-                points = [(step, m[name]) for step, m in sorted(run.evaluations.items()) if name in m]
-                colour = palette.line(at if len(runs) > 1 else line)
-                label = f"{run.name} " * (len(runs) > 1) + name.removeprefix("eval/")
-                xs, ys = [step for step, _ in points], [value for _, value in points]
-                axes.plot(xs, ys, color=colour, label=label, marker="o", markersize=4, linestyle="--" if line else "-")
-                seen += ys
-        low, high = min(0.0, *seen), max(seen)
-        axes.set_ylim(low, high * 1.08 if high > 0 else 1)
+        for at, (run, name) in enumerate((run, name) for run in runs for name in targets):
+            points = [(step, metrics) for step, metrics in sorted(run.evaluations.items()) if name in metrics]
+            colour = palette.line(at)
+            label = run.name if several else name.removeprefix("eval/")
+            steps, values = [step for step, _ in points], [metrics[name] for _, metrics in points]
+            axes.plot(steps, values, color=colour, label=label, marker="o", markersize=4)
+            low, high = (
+                [metrics.get(f"{name}/ci_{end}", metrics[name]) for _, metrics in points] for end in ("low", "high")
+            )
+            axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+            seen += values + low + high
+        low_end, high_end = min(0.0, *seen), max(seen)
+        axes.set_ylim(low_end, high_end * 1.08 if high_end > 0 else 1)
         charts.steps_axis(axes, _last_step(runs))
-        charts.legend(axes, 2)
+        charts.legend(axes)
 
-    return Chart("evaluation", "Held-out evaluation", "Step 0 is before training.", draw)
+    what = f"{targets[0].removeprefix('eval/')}. " if several and targets else ""
+    note = f"{what}Step 0 is before training. Bands: 95 % over prompts."
+    return Chart("evaluation", "Held-out evaluation", note, draw) if targets else None
 
 
 def _imbalance(runs: Sequence[History]) -> Chart | None:
     name = "asympo/imbalance"
     if not any(run.series(name) for run in runs):
         return None
+    start = runs[0].series(name).values[:IMBALANCE_STEPS] if len(runs) == 1 else []
+    alarm = IMBALANCE_FALL * median(start) if start else None
 
     def draw(axes: Axes, palette: Palette) -> None:
-        seen = [1.0]
         for at, run in enumerate(runs):
             series, _ = run.series(name).binned()
             positive = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if v > 0]
-            seen += [v for _, v in positive]
             _plot(axes, Series([s for s, _ in positive], [v for _, v in positive]), palette.line(at), run.name)
         axes.set_yscale("log")
         charts.plain(axes.yaxis)
         axes.axhline(1, color=palette.faint, linewidth=0.9)
-        if max(seen) > _IMBALANCE_LIMIT / 2:
-            axes.axhline(_IMBALANCE_LIMIT, color=palette.faint, linewidth=0.9, linestyle="--")
+        if alarm is not None:
+            axes.axhline(alarm, color=palette.faint, linewidth=0.9, linestyle="--")
         charts.steps_axis(axes, _last_step(runs))
         _resumes(axes, runs, palette)
         if len(runs) > 1:
-            charts.legend(axes, 2)
+            charts.legend(axes)
 
-    note = "Mean token NLL of negative over positive answers, logarithmic. Line: balanced. Dashed: 20, an alarm unless asympo."
+    note = "Mean token NLL of negative over positive answers, logarithmic. Line: balanced."
+    if alarm is not None:
+        note += f" Dashed: {number(IMBALANCE_FALL)} of its start; a median of {IMBALANCE_STEPS} steps below it is the alarm."
     return Chart("imbalance", "Imbalance S̄_N / S̄_P", note, draw)
 
 
@@ -273,7 +285,7 @@ def _mismatch(runs: Sequence[History]) -> Chart | None:
             axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=palette.faint)
         charts.steps_axis(axes, _last_step(runs))
         if len(runs) > 1:
-            charts.legend(axes, 2)
+            charts.legend(axes)
 
     note = "Largest difference of a token's logprob between trainer and engine, at the same weights, in each probe."
     return Chart("mismatch", "Mismatch, nats", note, draw)
@@ -350,7 +362,7 @@ def _stack(
         charts.steps_axis(axes, _last_step([run]))
         _resumes(axes, [run], palette)
         finish(axes)
-        charts.legend(axes, 4)
+        charts.legend(axes)
 
     return Chart(name, title, note + (f" Points are means of {size} steps." if size > 1 else ""), draw)
 
@@ -374,6 +386,6 @@ def _bars(name: str, title: str, note: str, rows: list[tuple[str, list[tuple[str
         axes.set_xlim(0, max(left) * 1.02 or 1)
         charts.prefixed(axes.xaxis, unit)
         axes.grid(axis="y", visible=False)
-        charts.legend(axes, 5)
+        charts.legend(axes)
 
     return Chart(name, title, note, draw, 1.3 + 0.35 * len(rows))
