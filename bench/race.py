@@ -1,6 +1,6 @@
 """RACE: does it find a known optimum, does noise fool it, and how a reward model shifts the demo's split.
 
-    python bench/race.py [--parts synthetic demo] [--trials 300] [--budget 1e12] [--cells 6] [--settings key=value ...]
+    python bench/race.py [--parts synthetic demo] [--trials 300] [--budget 4e11] [--cells 6] [--settings key=value ...]
 
 First synthetic responses with known optima and noise alone, through the same fit as a race's. Then the demo's own race by the
 command line: rule reward against a reward model that this script trains first. Writes ``results/race.json`` and
@@ -91,7 +91,7 @@ def demo(directory: Path, budget: float, cells: int, judge_steps: int, settings:
         )
     return {
         "budget": race["budget"],
-        "settings": settings,
+        "settings": [*SETTINGS, *settings],
         "judge_accuracy": accuracy,
         "cells": rows,
         "responses": race["responses"],
@@ -102,7 +102,7 @@ def main() -> None:
     """Both parts; the demo's is the long one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--budget", type=float, default=1e12)
+    parser.add_argument("--budget", type=float, default=4e11)
     parser.add_argument("--cells", type=int, default=6)
     parser.add_argument("--judge-steps", type=int, default=150)
     parser.add_argument("--directory", type=Path, help="of the demo's race; default: one that is thrown away")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -89,7 +89,7 @@ def show(grid: Race, outcomes: dict[str, Outcome], console: Console) -> None:
     draw(responses, grid.directory / "race.png", f"RACE at {quantity(grid.budget, 'FLOP')} a cell")
     found = {label: {name: r.to_json() for name, r in targets.items()} for label, targets in responses.items()}
     grid.save(outcomes={name: vars(outcome) for name, outcome in outcomes.items()}, responses=found)
-    for table in (_split_table(grid, outcomes), _score_table(grid, outcomes)):
+    for table in (*_split_tables(grid, outcomes), *_score_tables(grid, outcomes)):
         console.print()
         console.print(table)
     for label, targets in responses.items():
@@ -147,7 +147,8 @@ def _confirmed(console: Console) -> bool:
 def _print_plan(grid: Race, console: Console) -> None:
     lengths = grid.lengths
     total = quantity(grid.budget * len(grid.cells), "FLOP")
-    seconds = [grid.seconds(cell) for cell in grid.cells]
+    done = {cell.name for cell in grid.cells if grid.outcome(cell) is not None}
+    seconds = [0.0 if cell.name in done else grid.seconds(cell) for cell in grid.cells]
     console.print(
         f"RACE: {len(grid.cells)} cells of {quantity(grid.budget, 'FLOP')} each, {total} together; evaluations come on top. "
         f"Predicted for prompts of {lengths.prompt} tokens and answers of {lengths.answer}, every group with a signal:",
@@ -161,11 +162,14 @@ def _print_plan(grid: Race, console: Console) -> None:
         feedback = "?" if split.feedback is None else percent(split.feedback / split.total)
         shares = [percent(part / split.total) for part in (split.search, split.learning)]
         rho = number(split.update_fraction, 2) + ("?" if split.feedback is None else "")
-        table.add_row(clean(cell.name), str(cell.steps), *shares, feedback, rho, _time(taken))
+        table.add_row(
+            clean(cell.name), str(cell.steps), *shares, feedback, rho, "done" if cell.name in done else _time(taken)
+        )
     console.print(table)
     if unknown:
         console.print("?: a reward model that does not say what it will spend; it is measured when it runs.")
-    console.print(Text(_timing(grid, seconds)), soft_wrap=True)
+    if len(done) < len(grid.cells):
+        console.print(Text(_timing(grid, seconds)), soft_wrap=True)
     if (fewest := min(cell.steps for cell in grid.cells)) < FEW_STEPS:
         console.print(
             Text(f"Few steps: a cell takes {fewest}. A larger --budget would show more than a run's start."),
@@ -185,7 +189,7 @@ def _timing(grid: Race, seconds: Sequence[float | None]) -> str:
     known = [taken for taken in seconds if taken is not None]
     text = f"Time: by what {clean(grid.speed.source)} measured, on a machine as busy as then; "
     if len(known) == len(seconds):
-        return f"{text}about {duration(sum(known))} together."
+        return f"{text}about {duration(sum(known))} in all."
     differs = sorted({key for cell in grid.cells for key in grid.speed.differs(grid.config_of(cell))})
     why = f"{', '.join(differs)} differ" if differs else "a reward spends FLOPs of which it shows nothing"
     return f"{text}unknown where {why}."
@@ -258,36 +262,49 @@ class _Follower:
                     self._progress(name, min(100, round(100 * share)), 100)
 
 
-def _split_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
-    """What each cell spent."""
-    table = _table("cell", "steps", "FLOPs", "search", "learning", "feedback", "rho", "updates")
-    for cell in grid.cells:
-        outcome = outcomes[cell.name]
-        total = sum(outcome.flops.values())
-        table.add_row(
-            clean(cell.name),
-            str(outcome.steps),
-            quantity(total) + ("!" if outcome.early else ""),
-            *(percent(outcome.flops[role] / total) for role in ("search", "learning", "feedback")),
-            number(outcome.update_fraction, 2),
-            number(outcome.updates_per_rollout, 2),
-        )
+def _split_tables(grid: Race, outcomes: dict[str, Outcome]) -> list[Table]:
+    """What each cell spent, by reward system."""
+    tables = []
+    for label, cells in _by_reward(grid):
+        table = _table(label, "steps", "FLOPs", "search", "learning", "feedback", "rho", "updates")
+        for name, cell in cells:
+            outcome = outcomes[cell.name]
+            total = sum(outcome.flops.values())
+            table.add_row(
+                name,
+                str(outcome.steps),
+                quantity(total) + ("!" if outcome.early else ""),
+                *(percent(outcome.flops[role] / total) for role in ("search", "learning", "feedback")),
+                number(outcome.update_fraction, 2),
+                number(outcome.updates_per_rollout, 2),
+            )
+        tables.append(table)
     early = any(outcome.early for outcome in outcomes.values())
-    table.caption = "updates: trained over generated tokens" + (
+    tables[-1].caption = "updates: trained over generated tokens" + (
         ". !: ended before its budget, for want of signal or steps: not at equal FLOPs" if early else ""
     )
-    return table
+    return tables
 
 
-def _score_table(grid: Race, outcomes: dict[str, Outcome]) -> Table:
-    """What each cell reached."""
+def _score_tables(grid: Race, outcomes: dict[str, Outcome]) -> list[Table]:
+    """What each cell reached, by reward system."""
     targets = list(dict.fromkeys(name for outcome in outcomes.values() for name in outcome.scores))
-    table = _table("cell", "rho", *targets)
-    for cell in grid.cells:
-        outcome = outcomes[cell.name]
-        scores = (number(outcome.scores.get(name), 3) for name in targets)
-        table.add_row(clean(cell.name), number(outcome.update_fraction, 2), *scores)
-    return table
+    tables = []
+    for label, cells in _by_reward(grid):
+        table = _table(label, "rho", *(target.replace("_", " ") for target in targets))  # may be broken between words
+        for name, cell in cells:
+            outcome = outcomes[cell.name]
+            scores = (number(outcome.scores.get(target), 3) for target in targets)
+            table.add_row(name, number(outcome.update_fraction, 2), *scores)
+        tables.append(table)
+    return tables
+
+
+def _by_reward(grid: Race) -> Iterator[tuple[str, list[tuple[str, Cell]]]]:
+    """Each reward system with its cells, whose names are short beside its own."""
+    for index, label in enumerate(grid.labels):
+        cells = [cell for cell in grid.cells if cell.reward == index]
+        yield label, [(clean(cell.name.removeprefix(f"{label}-")), cell) for cell in cells]
 
 
 def _regime_table(responses: dict[str, dict[str, Response]]) -> Table:
@@ -313,8 +330,8 @@ def _error_table(responses: dict[str, dict[str, Response]]) -> Table:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption_style="dim")
-    table.add_column(first, overflow="fold")
+    table.add_column(clean(first), no_wrap=True)
     columns: Sequence[str] = others
     for name in columns:
-        table.add_column(clean(name), justify="right")
+        table.add_column(clean(name), justify="right", overflow="fold")
     return table

@@ -99,6 +99,6 @@ def test_the_plan_does_not_say_how_long_it_takes(tmp_path: Path, capsys: pytest.
 
     like = configuration(["task.held_out=64", "evaluation.prompts=16"], None).model_dump(mode="json")
     known = plan(timed_by=earlier(tmp_path / "run", **like), budget=1e13)
-    assert "unknown" not in known and known.count("~") == 4 and "together" in known.split("Time: by what")[1]
+    assert "unknown" not in known and known.count("~") == 4 and "in all" in known.split("Time: by what")[1]
     assert "costliest" not in known and "Few steps" not in known
     assert "Few steps: a cell takes 1." in plan(budget=1e9)
