@@ -64,7 +64,8 @@ def build(
         print(f"Verify it: trtl-rl verify-engine {output}\nRun with it: {run} ...")
         return 0
     print(
-        f"Built here: the checkpoint and its arguments{', and CPU operators for the embedded engine' if compiled else ''}. "
+        f"Built here: the checkpoint, checked for whole blocks of 128 on every rank, and its arguments"
+        f"{'; and CPU operators for the embedded engine' if compiled else ''}. "
         "TensorRT-LLM has no engine file: whenever it is started it loads the modules, tunes kernels and captures CUDA graphs.\n"
         f"Verify it here: trtl-rl verify-engine {output} --backend torch\n"
         f"Verify it on the GPU machine: trtl-rl verify-engine {output} --python ENVIRONMENT/bin/python\n"

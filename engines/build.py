@@ -76,7 +76,7 @@ def build_engine(
     """
     progress = progress or (lambda text, done, total: None)
     output = _place(output)
-    context = _checked(source, recipe, output, max_context)
+    context = _checked(source, recipe, output, max_context, serving)
     with _beside(output) as partial:
         return _build(source, recipe, output, partial, context, compiled, serving, shard_bytes, progress)
 
@@ -104,9 +104,6 @@ def _build(
     recipe.apply(model)
     description = describe(model)
     quantised = quantization_config(description)
-    contract = None if serving is None else BlockScaleContract(description, serving.tensor_parallel, serving.gpu)
-    if contract is not None:
-        contract.check_model()
     stops = stop_ids(source.path, model, tokenizer)
     progress("loading the model", 1, 1)
     progress("quantising", 0, 1)
@@ -114,8 +111,8 @@ def _build(
         tensors = quantise_parameters(dict(model.named_parameters()), description)
     except FloatingPointError as error:
         raise UserError(f"{source.name}: {error}") from None
-    if contract is not None:
-        contract.check(tensors)
+    if serving is not None:
+        BlockScaleContract(description, serving.tensor_parallel, serving.gpu).check(tensors)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
     progress("quantising", 1, 1)
@@ -164,9 +161,21 @@ def _place(output: Path) -> Path:
     return place
 
 
-def _checked(source: ModelSource, recipe: Recipe, output: Path, max_context: int | None) -> int:
-    """Refuse what would fail later; returns the context."""
+def _checked(
+    source: ModelSource, recipe: Recipe, output: Path, max_context: int | None, serving: Serving | None
+) -> int:
+    """Refuse what would fail later, before weights are read; returns the context."""
     check_architecture(SimpleNamespace(**source.config))
+    if serving is not None:
+        from accelerate import init_empty_weights
+
+        from trtl_rl.model.bind import describe
+        from trtl_rl.model.loading import empty_model
+
+        with init_empty_weights():  # sizes are enough
+            model = empty_model(source.config)
+        recipe.apply(model)
+        BlockScaleContract(describe(model), serving.tensor_parallel, serving.gpu).check_model()
     if max_context is not None and max_context > source.context:
         raise UserError(
             f"--max-context {max_context} is more than the {source.context} tokens that {source.name} was made for."
