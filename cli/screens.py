@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from trtl_rl.cli.figures import bar, clean, duration, number, percent, quantity, wrap
+from trtl_rl.cli.figures import bar, clean, duration, evaluation_cells, number, percent, quantity, wrap
 from trtl_rl.cli.panels import coverage, facts, frame, place
 from trtl_rl.cli.rules import RULES
 from trtl_rl.cli.view import PARTS, ROLES, View, finite
 
+_LEFT = "budget/left/"
 _SAMPLE_LINES = 40  # of one prompt or answer
 
 
@@ -186,10 +187,15 @@ def _ledger(view: View, width: int, now: float) -> list[Text]:
         lines.append(Text(f"used of the nearest limit  {percent(view.budget):>12}"))
     if (tokens := view.metrics.get("num_tokens")) is not None:
         lines.append(Text(f"generated tokens           {quantity(tokens):>12}"))
-    for label, found in (("first", view.first_evaluation), ("last", view.last_evaluation)):
+    for name, value in view.metrics.items():
+        if name.startswith(_LEFT):
+            left = quantity(value, "FLOP") if name == f"{_LEFT}flops" else quantity(value)
+            lines.append(Text(f"{'left: ' + clean(name.removeprefix(_LEFT)):<26} {left:>12}"))
+    before, after = view.first_evaluation, view.last_evaluation
+    for label, found in (("first", before), ("last", None if after == before else after)):
         if found is not None:
-            values = "  ".join(f"{clean(k.removeprefix('eval/'))} {number(v, 2)}" for k, v in found[1].items())
-            lines.append(Text(f"{label} evaluation, step {found[0]}: {values}"))
+            lines += [Text(), Text(f"{label} evaluation, step {found[0]}:", style="dim")]
+            lines += [Text(f"{clean(name)} {cell}") for name, cell in evaluation_cells(found[1]).items()]
     return lines
 
 

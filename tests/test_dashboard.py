@@ -246,6 +246,21 @@ def test_each_screen_shows_what_it_is_for(key: str, parts: list[str]) -> None:
         assert part in text, f"{part} in\n{text}"
 
 
+def test_the_ledger_screen_cuts_off_evaluations_or_hides_what_is_left() -> None:
+    rows = run_rows()
+    for row in rows:
+        if row["kind"] == "evaluation":
+            row["metrics"] = {f"eval/target_{i}{end}": 0.5 for i in range(9) for end in ("", "/ci_low", "/ci_high")}
+        if row["kind"] == "step":
+            row["metrics"] |= {"budget/left/flops": 3.2e12, "budget/left/steps": 180}
+    text = [line.plain.strip() for line in screen(view_of(rows), Look("l"), 80, 60, NOW, keys=True)]
+    assert [line for line in text if "target" in line] == [f"target_{i} 0.50 [0.50, 0.50]" for i in range(9)]
+    assert [line.split() for line in text if line.startswith("left")] == [
+        ["left:", "flops", "3.2", "TFLOP"],
+        ["left:", "steps", "180"],
+    ]
+
+
 def test_keys_open_and_close_screens_and_scrolling_stops_at_the_end() -> None:
     look, view = Look(), view_of(run_rows())
     look.press("h", 10)
