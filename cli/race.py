@@ -74,7 +74,9 @@ def race(settings: list[str], options: RaceOptions, resume: Path | None) -> int:
         grid.save()
     outcomes: dict[str, Outcome] = {}
     if not _run(grid, outcomes, console):
-        console.print(f"Interrupted and saved. Go on with: trtl-rl race --resume {grid.directory}", soft_wrap=True)
+        console.print(
+            Text(f"Interrupted and saved. Go on with: trtl-rl race --resume {grid.directory}"), soft_wrap=True
+        )
         return 130
     show(grid, outcomes, console)
     return 0
@@ -141,7 +143,7 @@ def _confirmed(console: Console) -> bool:
     """Ask on a terminal; without one, --yes is needed."""
     if not sys.stdin.isatty():
         raise UserError("Nothing was run: there is no terminal to ask on. Give --yes to run the plan above.")
-    return console.input("Run it? [y/N] ").strip().lower() in ("y", "yes")
+    return console.input("Run it? [y/N] ", markup=False).strip().lower() in ("y", "yes")
 
 
 def _print_plan(grid: Race, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,17 @@ def test_the_plan_does_not_say_how_long_it_takes(tmp_path: Path, capsys: pytest.
     assert "unknown" not in known and known.count("~") == 4 and "in all" in known.split("Time: by what")[1]
     assert "costliest" not in known and "Few steps" not in known
     assert "Few steps: a cell takes 1." in plan(budget=1e9)
+
+
+def test_the_question_loses_its_choices_or_no_means_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeTerminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", FakeTerminal("\n"))
+    settings = ["task.held_out=64", "evaluation.prompts=16", f"run_dir={tmp_path / 'race'}"]
+    assert race_command(settings, RaceOptions(cells=4), None) == 0
+    shown = capsys.readouterr().out
+    assert "Run it? [y/N]" in shown and "Nothing was run." in shown and not (tmp_path / "race").exists()
