@@ -184,6 +184,16 @@ def test_probes_go_first_and_do_not_mix_with_completions(start: Start, decoder: 
     assert [item.request_id for item in collect(engine, 2)] == [0, 0]
 
 
+def test_versions_for_a_verification_differ_as_said_and_hold_no_nan() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    known = codes[codes & 0x7F != 0x7F].repeat(100)
+    for flip in (0x01, 0x08):
+        new = perturbed({"w": known.view(torch.float8_e4m3fn)}, share=0.3, seed=1, flip=flip)["w"]
+        assert not bool(new.float().isnan().any())
+        changed = new.view(torch.uint8) ^ known
+        assert set(changed.tolist()) == {0, flip} and 0.28 < float((changed != 0).float().mean()) < 0.31
+
+
 # --- refits that go wrong ---
 
 
