@@ -248,8 +248,8 @@ def test_none_from_any_function_excludes_the_sample() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0, 2.0], r"returned 2 values on prompt 10 \(samples 0 to 2\): there are 3"),
-        ([1.0, 2.0, 3.0, 4.0], "returned 4 values .* there are 3 completions"),
+        ([1.0, 2.0], r"returned a list of 2 on prompt 10 \(samples 0 to 2\): there are 3"),
+        ([1.0, 2.0, 3.0, 4.0], "returned a list of 4 .* there are 3 completions"),
         (1.0, "returned float .* not a list of 3"),
         (None, "returned NoneType .* not a list of 3"),
         ("100", "returned str .* not a list"),

@@ -101,7 +101,7 @@ def test_a_slow_server_runs_into_the_limit_of_an_attempt(server: Server) -> None
     [
         ([500] * 9, 2, "answered 500", 3),
         ([400], 3, "answered 400 Bad Request", 1),  # asking again would not help
-        (["[1.0]"], 3, "returned 1 values .*there are 2 completions", 1),
+        (["[1.0]"], 3, "returned a list of 1 .*there are 2 completions", 1),
         (["[1.0, NaN]"], 3, r"returned nan for sample 1", 1),
         (["nothing"], 3, "JSONDecodeError", 1),
     ],

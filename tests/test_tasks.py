@@ -252,7 +252,9 @@ def test_a_change_to_a_prompt_does_not_reach_the_next_draw() -> None:
 
 def test_a_prompt_longer_than_the_context_names_row_length_and_limit() -> None:
     assert task(["abc", "abcd"], limit=5).longest == 5
-    with pytest.raises(UserError, match=r"Row 1 \(from 0\) of fake rows makes a prompt of 6 tokens, but at most 5 fit"):
+    with pytest.raises(
+        UserError, match=r"Row 1 \(counted from 0\) of fake rows makes a prompt of 6 tokens, but at most 5 fit"
+    ):
         task(["abc", "abcde"], limit=5)
 
 
@@ -304,6 +306,12 @@ def test_all_rows_of_a_large_set_are_measured_before_some_are_skipped(monkeypatc
         ([USER], TEMPLATE, {"template": "{prompt}!"}, "which task.template cannot change"),
         ([SYSTEM, USER], TEMPLATE, {"system": "t"}, "has a system message already"),
         ("a", "{{ raise_exception('no roles') }}", {}, "refuses these messages: no roles"),
+        (
+            "a",
+            "a\n{{ messages }",
+            {},
+            r"chat template cannot be read: line 2: unexpected '\}'\. Mend it, or task\.chat=false",
+        ),
         ("a", None, {"chat": True}, "has no chat template"),
         ("a", None, {"system": "s"}, "task.system needs a chat template"),
         ("a", TEMPLATE, {"system": "s", "chat": False}, "task.system needs a chat template"),

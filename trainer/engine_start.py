@@ -151,6 +151,7 @@ def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[s
     if longest > room:
         raise UserError(
             f"One completion of {context} tokens needs {longest * one / 2**30:.3g} GiB for keys and values, and "
-            f"engine.cache_gib is {config.engine.cache_gib:g}. Raise engine.cache_gib, or lower engine.max_context."
+            f"engine.cache_gib is {config.engine.cache_gib:g}. Raise engine.cache_gib, or lower "
+            f"{'sampling.max_new_tokens' if config.engine.max_context is None else 'engine.max_context'}."
         )
     return {"slots": slots, "positions": min(room, slots * longest)}

@@ -179,7 +179,11 @@ def load_config(
     if path is not None:
         source = str(path)
         if not os.path.isfile(path):
-            raise UserError(f"There is no configuration file {path}. Without one, `trtl-rl run` starts the demo.")
+            key = str(path).partition(".")[0]
+            as_key = f" A key is written {path}=VALUE." if key in RunConfig.model_fields else ""
+            raise UserError(
+                f"There is no configuration file {path}.{as_key} Without one, `trtl-rl run` starts the demo."
+            )
         try:
             loaded = yaml.safe_load(Path(path).read_text())
         except yaml.YAMLError as error:

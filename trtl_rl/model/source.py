@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from trtl_rl.errors import UserError
+from trtl_rl.errors import UserError, nearest
 
 DEMO = "demo"
 _PART = 2**24  # bytes read at once
@@ -116,8 +116,11 @@ def _tensor_digests(file: Path) -> Iterator[tuple[str, str]]:
 def _download(name: str) -> Path:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_like_path:
+        path = Path(name).expanduser()
+        siblings = [item.name for item in path.parent.iterdir() if item.is_dir()] if path.parent.is_dir() else []
         raise UserError(
             f"There is no model '{name}': neither a directory nor a hub name such as Qwen/Qwen3-0.6B, nor '{DEMO}'."
+            f"{nearest(path.name, [*siblings, DEMO])}"
         )
     from huggingface_hub import snapshot_download
 

@@ -63,7 +63,7 @@ def check(result: Any, count: int) -> tuple[list[float | None], list[Fault]]:
         text = f"returned {type(result).__name__}: not a list of {count} numbers"
         return [None] * count, [Fault("wrong_type", None, text)]
     if len(values) != count:
-        text = f"returned {len(values)} values: there are {count} completions"
+        text = f"returned a list of {len(values)}: there are {count} completions"
         return [None] * count, [Fault("wrong_length", None, text)]
     checked: list[float | None] = []
     faults: list[Fault] = []

@@ -41,7 +41,7 @@ def difficulties(rows: Rows, ids: Ids, curriculum: str | None) -> npt.NDArray[np
         number = value if isinstance(value, int | float) else None
         if number is None or not math.isfinite(number):
             raise UserError(
-                f"Row {id} (from 0) of {rows.source}: task.curriculum={curriculum} gives {value!r}, not a finite number."
+                f"Row {id} (counted from 0) of {rows.source}: task.curriculum={curriculum} gives {value!r}, not a finite number."
             )
         found[i] = number
     return found

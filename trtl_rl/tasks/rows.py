@@ -166,7 +166,8 @@ def check_rows(rows: Rows, config: RunConfig) -> None:
     if column not in rows.columns:
         raise UserError(
             f"{rows.source} has no column '{column}' for the prompts.{nearest(column, rows.columns)} "
-            f"It has: {', '.join(rows.columns) or 'none'}. Name the right one with task.prompt_column."
+            f"It has: {', '.join(rows.columns) or 'none'}. Name the right one with task.prompt_column, for example "
+            f"task.prompt_column={rows.columns[0] if rows.columns else 'COLUMN'}."
         )
     if length is not None and held_out >= length:
         raise UserError(f"task.held_out={held_out} leaves nothing to train on: {rows.source} has {length} rows.")

@@ -190,7 +190,7 @@ class Task:
             )
 
     def _wrong_length(self, id: int, length: int, count: int = 1, longest: int = 0) -> UserError:
-        where = f"Row {id} (from 0) of {self.rows.source}"
+        where = f"Row {id} (counted from 0) of {self.rows.source}"
         if length == 0:
             return UserError(f"{where} makes an empty prompt: remove the row, or add a task.template.")
         others = f" So do {count} of {len(self.rows)} rows, the longest with {longest}." if count > 1 else ""
@@ -203,7 +203,7 @@ class Task:
     def _render(self, id: int, row: Row) -> str:
         """The text that is tokenised, with the chat template's markers where the model has one."""
         value = row[self.config.prompt_column]
-        where = f"Row {id} (from 0) of {self.rows.source}: the column '{self.config.prompt_column}'"
+        where = f"Row {id} (counted from 0) of {self.rows.source}: the column '{self.config.prompt_column}'"
         if isinstance(value, str):
             text = self.config.template.replace("{prompt}", value) if self.config.template else value
             if not self._chat:
@@ -215,9 +215,16 @@ class Task:
             if messages[0]["role"] == "system":
                 raise UserError(f"{where} has a system message already. Remove it, or leave task.system out.")
             messages = [{"role": "system", "content": self.config.system}, *messages]
+        from jinja2 import TemplateSyntaxError
+
         try:
             return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template refuses roles by raising jinja2's TemplateError
+            if isinstance(error, TemplateSyntaxError):
+                at = f"line {error.lineno}"
+                raise UserError(
+                    f"The model's chat template cannot be read: {at}: {error}. Mend it, or task.chat=false."
+                ) from None
             raise UserError(f"{where}: the model's chat template refuses these messages: {error}") from None
 
     def _messages(self, value: Any, where: str) -> list[dict[str, Any]]:
