@@ -54,7 +54,13 @@ def test_a_time_is_guessed_where_nothing_was_measured(tmp_path: Path) -> None:
     assert speed.seconds(config(), split, 3) is not None
     assert speed.seconds(config(), Split(1e11, 1e11, 1e9), 3) is None  # it had no reward model
     assert speed.seconds(config(), Split(1e11, 1e11, None), 3) is None
-    for keys in ({"threads": 2}, {"recipe": "none"}, {"evaluation": {"prompts": 32}}, {"buffer": {"max_staleness": 0}}):
+    for keys in (
+        {"threads": 2},
+        {"recipe": "none"},
+        {"evaluation": {"prompts": 32}},
+        {"lora": {"rank": 4}},
+        {"buffer": {"max_staleness": 0}},
+    ):
         assert speed.seconds(config(**keys), split, 3) is None
     assert speed.differs(config(threads=2, buffer={"max_staleness": 0})) == ["threads", "buffer.max_staleness"]
     with pytest.raises(UserError, match=r"tells no speed.*has 3"):

@@ -88,6 +88,9 @@ class Speed:
     def differs(self, config: RunConfig) -> list[str]:
         """The keys in which a configuration differs so that this speed does not tell its time."""
         keys = [key for key in _ALIKE if _get(self.config, key) != _get(config, key)]
+        keys += ["lora.rank"] * (
+            bool(self.config.lora.rank) != bool(config.lora.rank)
+        )  # the rank itself matters little
         return keys + ["buffer.max_staleness"] * (_overlaps(self.config) != _overlaps(config))
 
     def seconds(self, config: RunConfig, split: Split, steps: int) -> float | None:
