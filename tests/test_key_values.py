@@ -34,19 +34,20 @@ def filled_buffers() -> tuple[KeyValueBuffers, list[torch.Tensor]]:
     return buffers, [tensor.clone() for layer in range(2) for tensor in views(buffers, layer, 128)]
 
 
-def test_buffers_copy_a_prefix_for_a_whole_group() -> None:
+@pytest.mark.parametrize("count", [33, 102, 128])
+def test_buffers_copy_a_prefix_for_a_whole_group(count: int) -> None:
     buffers, before = filled_buffers()
-    buffers.copy_prefix((128, 128), Blocks(np.array([0, 512]), np.array([128, 256])), 33)
+    buffers.copy_prefix((128, 128), Blocks(np.array([0, 512]), np.array([128, 256])), count)
     after = [tensor for layer in range(2) for tensor in views(buffers, layer, 128)]
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        copied = 33 if i % 2 else 64  # whole tiles of keys
+        copied = count if i % 2 else -(-count // 32) * 32  # whole tiles of keys
         assert torch.equal(new[0, :, :copied], old[1, :, :copied])
         assert torch.equal(new[0, :, copied:], old[0, :, copied:])
         untouched = [1, 2, 3, *range(6, 12)]
         assert torch.equal(new[untouched], old[untouched])
     for layer in range(2):
         for tensor, old in zip(views(buffers, layer, 256), before[2 * layer :], strict=False):
-            assert torch.equal(tensor[2, :, :33], old[1, :, :33])
+            assert torch.equal(tensor[2, :, :count], old[1, :, :count])
 
 
 def test_a_block_that_is_lengthened_keeps_its_content_and_its_neighbours() -> None:

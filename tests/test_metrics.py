@@ -118,11 +118,12 @@ def test_one_process_is_joined_with_nobody() -> None:
 
 
 PROCESS = """
-import sys; sys.path.insert(0, {tests!r})
+import os, sys; sys.path.insert(0, {tests!r})
 import accelerate
 from test_metrics import parts
 state = accelerate.PartialState(cpu=True)
-print(state.num_processes, parts()[state.process_index].over_processes().reduce())
+line = f"{{state.num_processes}} {{parts()[state.process_index].over_processes().reduce()}}\\n"
+os.write(1, line.encode())  # at once: both processes have the same pipe
 """
 
 

@@ -241,7 +241,8 @@ class KeyValueBuffers:
             index = torch.from_numpy(targets.start[targets.length == size] // size)
             for layer in range(len(self._keys)):
                 keys, values = self.view(layer, length)
-                key, value = keys[start // length, :, :tiles], values[start // length, :, :count]
+                # Copies: where all of a block is meant, torch takes it for a part of what is written to.
+                key, value = keys[start // length, :, :tiles].clone(), values[start // length, :, :count].clone()
                 keys, values = self.view(layer, size)
                 keys[index, :, :tiles] = key
                 values[index, :, :count] = value
