@@ -213,6 +213,7 @@ def test_a_script_sees_steps_and_messages_of_its_run(tmp_path: Path, caplog: pyt
     metrics = LoggedMetrics(tmp_path / "metrics.jsonl")
     for done in range(3):
         metrics.progress("compiling operators", done, 3)
+        metrics.progress("checkpoint", done, 3)
     metrics.message("warning", "something is odd")
     step = {"reward": 0.5, "rewards/right/mean": 0.25, "completions/mean_length": 16.0, "timing_s/step": 1.5}
     metrics.step(3, step)

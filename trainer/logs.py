@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trtl_rl.metrics import MetricsWriter
@@ -19,7 +20,9 @@ class LoggedMetrics(MetricsWriter):
     such as ``setLevel(logging.WARNING)``.
     """
 
-    _under_way = ""
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._begun = {"checkpoint"}  # work that is not told, or was
 
     def write(self, kind: str, **fields: Any) -> None:
         super().write(kind, **fields)
@@ -32,9 +35,9 @@ class LoggedMetrics(MetricsWriter):
         elif kind == "start":
             where = fields["run_dir"]
             LOGGER.info("run %s, %d steps; to look on: trtl-rl watch %s", where, fields["steps"], where)
-        elif kind == "progress" and fields["name"] not in (self._under_way, "checkpoint"):
-            self._under_way = fields["name"]
-            LOGGER.info("%s ...", self._under_way)
+        elif kind == "progress" and fields["name"] not in self._begun:
+            self._begun.add(fields["name"])
+            LOGGER.info("%s ...", fields["name"])
 
 
 def show_lines() -> None:
