@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -199,9 +200,15 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def _says_something(record: logging.LogRecord) -> bool:
+    """False for Accelerate's remark about a head that is the embedding: such a model is saved once, and loaded tied."""
+    return not str(record.msg).startswith("Removed shared tensor")
+
+
 def _write(target: Path, accelerator: Accelerator, state: dict[str, Any], parts: ModelParts) -> None:
     partial = target.with_name(target.name + ".partial")
     partial.mkdir()
+    logging.getLogger("accelerate.utils.other").addFilter(_says_something)
     accelerator.save_state(str(partial), safe_serialization=True)
     if parts.config is not None:
         parts.config.save_pretrained(partial)

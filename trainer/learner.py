@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -127,6 +128,8 @@ class Learner:
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(config, step, steps, self.spent)
         )
+        # A first batch without signal takes no step, and the schedule goes on all the same.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(decoder.model, optimizer, schedule)
 
     def configure_optimizer(self, step: int) -> None:

@@ -35,6 +35,8 @@ class LoggedMetrics(MetricsWriter):
         elif kind == "start":
             where = fields["run_dir"]
             LOGGER.info("run %s, %d steps; to look on: trtl-rl watch %s", where, fields["steps"], where)
+        elif kind == "end" and fields["status"] != "failed":  # a failure is raised
+            LOGGER.info("%s", fields["text"])
         elif kind == "progress" and fields["name"] not in self._begun:
             self._begun.add(fields["name"])
             LOGGER.info("%s ...", fields["name"])

@@ -191,6 +191,7 @@ def load_config(
         if not isinstance(loaded, dict):
             raise UserError(f"{path} holds no keys: a configuration is a mapping such as 'model: demo'.")
         tree = _merge(tree, loaded)
+        source = f"{path} and the command line" if overrides else str(path)
     for text in overrides or []:
         key, equals, value = text.partition("=")
         if not equals or not key:
