@@ -20,6 +20,7 @@ from trtl_rl.cli.figures import (
     percent,
     quantity,
     resample,
+    teaching,
 )
 from trtl_rl.cli.panels import facts, place
 from trtl_rl.cli.plain import step_line
@@ -104,6 +105,8 @@ def _ledger(view: View) -> Table | None:
     for fate, spent in view.wasted.items():
         if spent > 0:
             table.add_row(f"  of it {clean(fate).replace('_', ' ')}", quantity(spent, "FLOP"), percent(spent / total))
+    for label, flops in teaching(view.chosen).items():
+        table.add_row(label, quantity(flops, "FLOP"), "")
     return table
 
 

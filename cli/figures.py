@@ -162,6 +162,23 @@ def scores(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def teaching(chosen: Mapping[str, float]) -> dict[str, float]:
+    """What choosing prompts that teach has cost and saved, from sums of ``sampling/…``: FLOPs by label.
+
+    >>> teaching({"sampling/refilled_groups": 3, "sampling/refilled_flops": 2e9})
+    {'thrown away: 3 groups': 2000000000.0}
+    """
+    labels = {
+        "refilled_groups": "thrown away: {:.0f} groups",
+        "skipped_prompts": "saved by passing over {:.0f} prompts",
+    }
+    return {
+        label.format(chosen[f"sampling/{name}"]): chosen.get(f"sampling/{name.partition('_')[0]}_flops", 0.0)
+        for name, label in labels.items()
+        if f"sampling/{name}" in chosen
+    }
+
+
 def evaluation_cells(metrics: Mapping[str, float]) -> dict[str, str]:
     """The figures of an evaluation by name, each with its interval where it has one.
 

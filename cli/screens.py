@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from trtl_rl.cli.figures import bar, clean, duration, evaluation_cells, number, percent, quantity, wrap
+from trtl_rl.cli.figures import bar, clean, duration, evaluation_cells, number, percent, quantity, teaching, wrap
 from trtl_rl.cli.panels import coverage, facts, frame, place
 from trtl_rl.cli.rules import RULES
 from trtl_rl.cli.view import PARTS, ROLES, View, finite
@@ -180,6 +180,9 @@ def _ledger(view: View, width: int, now: float) -> list[Text]:
         name = clean(fate).replace("_", " ")
         share = percent(spent / total) if total > 0 else "-"
         lines.append(Text(f"{name:<26} {quantity(spent, 'FLOP'):>12} {share:>6}"))
+    if view.chosen:
+        lines += [Text(), Text("prompts that teach (what was saved is what their groups cost last):", style="dim")]
+        lines += [Text(f"{label:<36} {quantity(flops, 'FLOP'):>12}") for label, flops in teaching(view.chosen).items()]
     lines.append(Text())
     if (rho := view.share("learning")) is not None:
         lines.append(Text(f"ρ, learning over total     {rho:>12.3f}"))

@@ -94,6 +94,7 @@ class View:
         probe: The last known ``mismatch/…`` numbers: only steps with a parity probe carry them.
         flops: FLOPs so far by role.
         wasted: FLOPs so far by fate (``stale``, ``failed`` …), which the roles already count.
+        chosen: Sums of ``sampling/…`` so far: prompts passed over, groups thrown away for others.
         curve: The reward of all steps, binned.
         progress: Long work under way, or ``None``.
         part: The part of a step that takes very long, and since when (Unix seconds); ``None`` when none does.
@@ -118,6 +119,7 @@ class View:
     worst_abs: float = 0.0
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROLES, 0.0))
     wasted: dict[str, float] = field(default_factory=dict)
+    chosen: dict[str, float] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     progress: Progress | None = None
     part: tuple[str, float] | None = None
@@ -132,7 +134,7 @@ class View:
     began: float | None = None
     heard: float | None = None
     moved: float | None = None
-    _totals: deque[tuple[int, dict[str, float], dict[str, float]]] = field(
+    _totals: deque[tuple[int, dict[str, float], dict[str, float], dict[str, float]]] = field(
         default_factory=lambda: deque(maxlen=_TOTALS)
     )
     _timings: dict[str, deque[float]] = field(default_factory=dict)
@@ -224,7 +226,9 @@ class View:
             if name.startswith("flops/wasted/"):
                 fate = name.removeprefix("flops/wasted/")
                 self.wasted[fate] = self.wasted.get(fate, 0.0) + value
-        self._totals.append((number, dict(self.flops), dict(self.wasted)))
+            if name.startswith("sampling/"):
+                self.chosen[name] = self.chosen.get(name, 0.0) + value
+        self._totals.append((number, dict(self.flops), dict(self.wasted), dict(self.chosen)))
 
     def _back_to(self, step: int) -> None:
         """``step`` and later ones were lost with a process, and come again: what they had cost no longer counts."""
@@ -233,8 +237,9 @@ class View:
         oldest = self._totals[0] if len(self._totals) == self._totals.maxlen else None
         while self._totals and self._totals[-1][0] >= step:
             self._totals.pop()
-        _, flops, wasted = self._totals[-1] if self._totals else oldest or (0, dict.fromkeys(ROLES, 0.0), {})
-        self.flops, self.wasted = dict(flops), dict(wasted)
+        begin: dict[str, float] = dict.fromkeys(ROLES, 0.0)
+        _, flops, wasted, chosen = self._totals[-1] if self._totals else oldest or (0, begin, {}, {})
+        self.flops, self.wasted, self.chosen = dict(flops), dict(wasted), dict(chosen)
 
     def _probe(self) -> None:
         found = {name: value for name, value in self.metrics.items() if name.startswith("mismatch")}

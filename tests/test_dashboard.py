@@ -246,6 +246,26 @@ def test_each_screen_shows_what_it_is_for(key: str, parts: list[str]) -> None:
         assert part in text, f"{part} in\n{text}"
 
 
+def test_what_dynamic_sampling_cost_and_saved_is_on_the_ledger_screen_in_the_summary_and_survives_a_resume() -> None:
+    rows = run_rows(20, end=True)
+    for row in rows:
+        if row["kind"] == "step":
+            row["metrics"] |= {"sampling/refilled_groups": 2, "sampling/refilled_flops": 1e9}
+            row["metrics"] |= {"sampling/skipped_prompts": 3, "sampling/skipped_flops": 5e8}
+    again = [row for row in rows if row["kind"] == "step" and row["step"] > 10]
+    view = view_of([*rows[:-1], *again, rows[-1]])  # ten steps are done again, and count once
+    screen_lines = [line.plain.split() for line in screen(view, Look("l"), 80, 60, NOW, keys=True)]
+    for words in (
+        ["thrown", "away:", "40", "groups", "20.0", "GFLOP"],
+        ["saved", "by", "passing", "over", "60", "prompts", "10.0", "GFLOP"],
+    ):
+        assert words in screen_lines
+        assert words in [line.split() for line in closing(view).splitlines()]
+    assert not [
+        line for line in screen(view_of(run_rows()), Look("l"), 80, 60, NOW, keys=True) if "passing" in line.plain
+    ]
+
+
 def test_the_ledger_screen_cuts_off_evaluations_or_hides_what_is_left() -> None:
     rows = run_rows()
     for row in rows:

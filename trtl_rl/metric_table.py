@@ -49,6 +49,17 @@ PARTS: dict[str, tuple[Metric, ...]] = {
         ("reward_std", "mean", "1", "standard deviation of the rewards within a group; the mean over groups"),
         ("rewards/{fn}/mean", "mean", "1", "what the reward function gave, before its weight"),
         ("frac_reward_zero_std", "mean", "share", "groups whose rewards are all equal: they teach nothing"),
+        (
+            "rewards/{fn}/failed/{kind}",
+            "sum",
+            "samples",
+            "without a valid value since the step before, by what went wrong",
+        ),
+        ("sampling/refilled_groups", "sum", "groups", "thrown away for another prompt (batch.zero_signal=refill)"),
+        ("sampling/refilled_flops", "sum", "FLOP", "that they cost; flops/wasted/zero_signal counts them too"),
+        ("sampling/skipped_prompts", "sum", "prompts", "passed over (task.skip_below, task.skip_above)"),
+        ("sampling/skipped_flops", "sum", "FLOP", "that they cost the last time: an estimate of what is saved"),
+        ("task/left_out_rows", "last", "rows", "of a stream, left out so far for their length"),
     ),
     "Answers": _part(
         ("completions/mean_length", "mean", "tokens", "length of the scored answers"),
@@ -138,7 +149,12 @@ PARTS: dict[str, tuple[Metric, ...]] = {
         ("perf/mfu/{role}", "last", "share", "of the device's peak, without what was recomputed; known devices only"),
     ),
     "Evaluation (rows of kind evaluation)": _part(
-        ("eval/{scorer}", "mean", "1", "score of sampled answers to held-out prompts"),
+        (
+            "eval/{scorer}",
+            "mean",
+            "1",
+            "score of sampled answers to held-out prompts; below it pass_at_k, maj_at_k, ci_low and ci_high",
+        ),
         ("eval/greedy_{scorer}", "mean", "1", "score of greedy answers to the same prompts"),
     ),
 }

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from trtl_rl import __version__, metric_table
 from trtl_rl.cli import panels
-from trtl_rl.cli.figures import clean, duration, evaluation_cells, number, percent, quantity, scores
+from trtl_rl.cli.figures import clean, duration, evaluation_cells, number, percent, quantity, scores, teaching
 from trtl_rl.cli.report.charts import DARK, LIGHT, Chart, Palette
 from trtl_rl.cli.report.history import SAME, History, compare, mean
 from trtl_rl.cli.view import finite
@@ -98,6 +98,9 @@ def _run(run: History) -> dict[str, Any]:
                 "share": percent(spent / total) if total else "-",
             }
             for fate, spent in run.wasted().items()
+        ],
+        "teaching": [
+            {"name": label, "flops": quantity(spent, "FLOP")} for label, spent in teaching(run.view.chosen).items()
         ],
         "evaluations": _evaluations(run),
         "messages": [clean(f"{row['level']}: {row.get('text', '')}") for row in run.messages[-_MESSAGES:]],
