@@ -38,6 +38,7 @@ class EngineJudge(Judge):
         template: str,
         pattern: str,
         values: Mapping[str, float] | None = None,
+        no_verdict: float | None = None,
         system: str | None = None,
         max_new_tokens: int = 256,
         recipe: str = "none",
@@ -46,7 +47,7 @@ class EngineJudge(Judge):
         device: str = "cpu",
         compile: bool | None = None,
     ) -> None:
-        super().__init__(template, pattern, values, system, max_new_tokens)
+        super().__init__(template, pattern, values, no_verdict, system, max_new_tokens)
         source = find_model(model)
         check_architecture(SimpleNamespace(**source.config))
         Recipe.load(recipe)

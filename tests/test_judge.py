@@ -97,6 +97,11 @@ def test_what_a_verdict_is_worth(pattern: str, values: Any, text: str, worth: fl
             raise found  # type: ignore[misc]
 
 
+def test_an_answer_without_a_verdict_may_have_a_worth_of_its_own() -> None:
+    judge = ScriptedJudge(pattern=r"Verdict: (\w+)", values={"good": 1}, no_verdict=-2)
+    assert [judge.verdict(text) for text in ("Verdict: good", "Verdict: fair", "")] == [1.0, -2.0, -2.0]
+
+
 def test_the_policy_decides_about_answers_without_a_verdict_and_questions_that_do_not_fit() -> None:
     prompt = Prompt(10, 0, [1], "1+1=", {"answer": "2"})
     samples = [Sample((0, i), prompt, text, [i]) for i, text in enumerate(("1", "2", "3" * 60))]
@@ -142,6 +147,7 @@ def test_what_a_judge_lacks_is_said_before_anything_is_loaded() -> None:
         ({"pattern": "("}, "is no regular expression"),
         ({"values": {True: 1, False: 0}}, "verdict True, which is no text. Put it in quotes"),
         ({"values": {"good": "1"}}, "gives 'good' the worth '1', which is no number"),
+        ({"no_verdict": "0"}, "no_verdict is '0', which is no number"),
         ({"max_new_tokens": 4096}, "leave no room for a question"),
         ({"recipe": "fp8_blok"}, "Did you mean 'fp8_block'"),
         ({"patern": "x"}, "unexpected keyword argument 'patern'"),

@@ -70,6 +70,15 @@ def test_callbacks_follow_a_run_and_stop_it(tmp_path: Path) -> None:
     assert seen.steps == seen.refits == [1, 2]
     assert seen.groups[:4] == [0, 1, 2, 3] and seen.saved == ["step-00000002"]
 
+    class StopsFromAnotherThread(Recorder):
+        def on_group(self, trainer: Trainer, group: Any) -> None:
+            super().on_group(trainer, group)
+            trainer.stop()
+
+    again = StopsFromAnotherThread()
+    result = Trainer(reward_funcs=digits, args=args, callbacks=again, resume=True).train()
+    assert result.status == "interrupted" and result.step < 9 and again.groups and again.saved
+
 
 @pytest.mark.slow
 def test_a_model_object_its_answers_its_evaluation_and_its_checkpoints(tmp_path: Path) -> None:

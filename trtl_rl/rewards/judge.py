@@ -56,11 +56,11 @@ class Judge:
         pattern: A regular expression, as in Python's ``re``. Its last match in the answer is the verdict: its first group, or
             all of it where it has none.
         values: What verdicts are worth, in any case of letters; default: the verdict is a number itself.
+        no_verdict: What an answer without a verdict, or with one that ``values`` lacks, is worth; default: it is a fault.
         system: A system message, for models with a chat template.
         max_new_tokens: Of an answer; one that is cut off may lack its verdict.
 
-    An answer without a verdict, or with one that ``values`` lacks, and a question that does not fit are faults of that one
-    completion, which ``on_error`` handles.
+    A fault, such as a question that does not fit, is of that one completion, and ``on_error`` handles it.
 
     Raises:
         UserError: the template lacks ``{completion}``, or pattern or values are none.
@@ -71,6 +71,7 @@ class Judge:
         template: str,
         pattern: str,
         values: Mapping[str, float] | None = None,
+        no_verdict: float | None = None,
         system: str | None = None,
         max_new_tokens: int = 256,
     ) -> None:
@@ -84,7 +85,9 @@ class Judge:
         except (re.error, TypeError) as error:
             raise UserError(f"Reward 'judge': pattern {pattern!r} is no regular expression: {error}.") from None
         self._values = None if values is None else _checked(values)
-        self.template, self.system = template, system
+        if no_verdict is not None:
+            _check_number(no_verdict, "no_verdict is")
+        self.template, self.system, self.no_verdict = template, system, no_verdict
         self._sampling = Sampling(1.0, max_new_tokens, greedy=True)
         self._asked = self._flops = 0
         self._seated: Seated | None = None
@@ -134,6 +137,10 @@ class Judge:
 
     def verdict(self, text: str) -> float | Exception:
         """What an answer is worth; an exception where that cannot be said."""
+        found = self._read(text)
+        return float(self.no_verdict) if isinstance(found, Exception) and self.no_verdict is not None else found
+
+    def _read(self, text: str) -> float | Exception:
         matches = list(self._pattern.finditer(text))
         if not matches:
             return ValueError(f"the judge's answer has no verdict like {self._pattern.pattern!r}: {text[-_SHOWN:]!r}")
@@ -172,9 +179,13 @@ def _checked(values: Any) -> dict[str, float]:
     for word, value in values.items():
         if not isinstance(word, str):  # YAML reads yes and no as true and false
             raise UserError(f"Reward 'judge': values has the verdict {word!r}, which is no text. Put it in quotes.")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"Reward 'judge': values gives {word!r} the worth {value!r}, which is no number.")
+        _check_number(value, f"values gives {word!r} the worth")
     return {word.strip().casefold(): float(value) for word, value in values.items()}
+
+
+def _check_number(value: Any, said: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"Reward 'judge': {said} {value!r}, which is no number.")
 
 
 def _said(prompt: Any) -> str:
