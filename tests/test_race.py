@@ -290,6 +290,7 @@ class CountingReward:
         return spent
 
 
+@pytest.mark.slow
 def test_updates_on_a_batch_or_a_reward_s_flops_are_not_counted_or_break_parity(tmp_path: Path) -> None:
     keys = {"batch": {"prompts": 4, "group_size": 4, "train_group_size": 2, "updates": 3}, "budget": {"flops": 1e13}}
     config = small(tmp_path / "run", steps=2, optimizer={"lr": 1e-3, "schedule": "linear"}, **keys)

@@ -219,10 +219,8 @@ INTERRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param(name, marks=[] if "middle of the update" in name else pytest.mark.slow) for name in INTERRUPTIONS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", INTERRUPTIONS)
 def test_a_synchronous_run_that_was_killed_is_the_same_as_one_that_was_not(
     where: str, whole: Path, tmp_path: Path
 ) -> None:
