@@ -38,19 +38,23 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
     return {name: [round(min(values), 4), round(max(values), 4)] for name, values in seconds.items()}
 
 
-def write_result(name: str, result: dict[str, Any]) -> Path:
-    """Write ``bench/results/<name>.json`` with date and machine, and print it."""
+def machine() -> dict[str, Any]:
+    """Date, processor and versions."""
     import torch
 
-    RESULTS.mkdir(exist_ok=True)
-    machine = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "device": f"CPU {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
         "load_average": round(os.getloadavg()[0], 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def write_result(name: str, result: dict[str, Any]) -> Path:
+    """Write ``bench/results/<name>.json`` with date and machine, and print it."""
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**machine, **result}, indent=1) + "\n")
+    path.write_text(json.dumps({**machine(), **result}, indent=1) + "\n")
     print(f"{path}: {str(result)[:2000]}", flush=True)
     return path

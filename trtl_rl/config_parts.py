@@ -95,7 +95,8 @@ class RayConfig(Part):
     )
     resources: dict[str, float] = Field(
         default_factory=lambda: {"num_cpus": 1.0},
-        description="What one engine takes of a node: num_cpus, num_gpus, or custom resources by name.",
+        description="What one engine takes of a node: num_cpus, num_gpus, or custom resources by name. For tensorrt-llm num_gpus "
+        "follows from engine.path.",
     )
 
     @property
