@@ -158,6 +158,7 @@ def test_an_interrupted_synchronous_run_goes_on_as_if_it_had_not_been(
         assert [ours.get(name) for name in parts] == [theirs.get(name) for name in parts]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_of_ones_own_function_and_rows_loses_no_group_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
