@@ -67,8 +67,8 @@ SOURCES = {
     "peaks": "trtl_rl/flops/devices.py, after NVIDIA's data sheets, dense: H100 and H200 SXM 989.5 TFLOP/s in BF16 and 1,979 in "
     "FP8, B200 2,250 and 4,500",
     "memory": "NVIDIA's data sheets: H100 SXM 80 GB at 3.35 TB/s, H200 SXM 141 GB at 4.8 TB/s, HGX B200 180 GB at 8 TB/s; read "
-    "in other pages' copies, not in the sheets; sizes of H200 and B200 also in system descriptions of MLPerf Inference, closed division: "
-    "v4.1 H200-SXM-141GBx8, v6.0 nebius_b200_n1",
+    "in other pages' copies, not in the sheets; sizes of H200 and B200 also in system descriptions of MLPerf Inference, closed "
+    "division: v4.1 H200-SXM-141GBx8, v6.0 nebius_b200_n1",
     "NVLink": "the same: 900 GB/s (Hopper) and 1.8 TB/s (B200) in both directions together, so half of it in one",
     "InfiniBand": "one ConnectX-7 of 400 Gb/s for each of eight GPUs, as in DGX H100 and B200 and in nebius_b200_n1",
     "models": "config.json of Qwen/Qwen3-8B and Qwen/Qwen3-32B: embedding and head are not tied",
