@@ -66,7 +66,7 @@ class EngineJudge(Judge):
         from trtl_rl.engines.torch_engine.engine import TorchEngine
         from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
         from trtl_rl.model.bind import describe, quantise_parameters
-        from trtl_rl.model.kv import block_length, bytes_per_position
+        from trtl_rl.model.kv import block_length, positions_within
         from trtl_rl.model.loading import load_tokenizer, read_model, stop_ids
         from trtl_rl.refit.sender import send
 
@@ -74,9 +74,8 @@ class EngineJudge(Judge):
         tokenizer, model = load_tokenizer(path), read_model(path)
         Recipe.load(self.recipe).apply(model)
         d, shape, stops = describe(model), ModelShape.from_model(model), stop_ids(path, model, tokenizer)
-        longest = block_length(self.context)
-        room = int(self.cache_gib * 2**30 / bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim))
-        if longest > room:
+        positions = positions_within(self.cache_gib * 2**30, d, SLOTS, self.context)
+        if positions < block_length(self.context):
             raise UserError(
                 f"Reward 'judge': keys and values of {self.context} tokens do not fit into cache_gib={self.cache_gib:g}. "
                 "Raise it, or lower max_context."
@@ -90,7 +89,7 @@ class EngineJudge(Judge):
             slots=SLOTS,
             context=self.context,
             stop_ids=stops,
-            positions=min(room, SLOTS * longest),
+            positions=positions,
         )
         send(engine, tensors, version=0, coverage=d.coverage.digest, bucket_bytes=_BUCKET_BYTES)
         return Seated(engine, tokenizer, shape, self.context)

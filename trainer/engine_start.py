@@ -139,19 +139,18 @@ def limits(config: RunConfig, decoder: TrainableDecoder, context: int) -> dict[s
     Raises:
         UserError: one completion alone does not fit.
     """
-    from trtl_rl.model.kv import block_length, bytes_per_position
+    from trtl_rl.model.kv import block_length, bytes_per_position, positions_within
 
     in_flight = config.batch.prompts * config.batch.group_size * (config.buffer.max_staleness + 1)
     slots = config.engine.slots or min(MAX_SLOTS, -(-in_flight // config.engine.replicas))
     if config.engine.backend == "tensorrt-llm":
         return {"slots": slots}  # it takes memory for keys and values as its own arguments say
-    d = decoder.description
-    one = bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
-    room, longest = int(config.engine.cache_gib * 2**30 / one), block_length(context)
-    if longest > room:
+    d, longest = decoder.description, block_length(context)
+    positions = positions_within(config.engine.cache_gib * 2**30, d, slots, context)
+    if positions < longest:
         raise UserError(
-            f"One completion of {context} tokens needs {longest * one / 2**30:.3g} GiB for keys and values, and "
+            f"One completion of {context} tokens needs {longest * bytes_per_position(d) / 2**30:.3g} GiB for keys and values, and "
             f"engine.cache_gib is {config.engine.cache_gib:g}. Raise engine.cache_gib, or lower "
             f"{'sampling.max_new_tokens' if config.engine.max_context is None else 'engine.max_context'}."
         )
-    return {"slots": slots, "positions": min(room, slots * longest)}
+    return {"slots": slots, "positions": positions}

@@ -19,7 +19,7 @@ from trtl_rl.errors import ParityError, UserError
 from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
 from trtl_rl.model.architectures import check_architecture
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.kv import block_length, bytes_per_position
+from trtl_rl.model.kv import block_length, positions_within
 from trtl_rl.model.loading import empty_model, load_tokenizer
 from trtl_rl.model.source import DEMO, ModelSource, find_model, weights_digest
 from trtl_rl.recipe.recipe import Recipe
@@ -154,8 +154,7 @@ class Subject:
             kernels = KernelSet(compiled, packages=packages, progress=progress, device=device)
             decoder = TrainableDecoder(on_device, kernels, context)
             d = decoder.description
-            slots, longest = min(_SLOTS, len(requests)), block_length(context)
-            room = _CACHE_BYTES // bytes_per_position(d.key_value_dtypes, d.kv_heads, d.head_dim)
+            slots = min(_SLOTS, len(requests))
             engine.configure(
                 d.to_json(),
                 kernels.identity,
@@ -164,7 +163,7 @@ class Subject:
                 packages=None if packages is None else str(packages),
                 slots=slots,
                 context=context,
-                positions=max(longest, min(room, slots * longest)),
+                positions=max(block_length(context), positions_within(_CACHE_BYTES, d, slots, context)),
                 stop_ids=[],  # answers go on, so that there are as many tokens as were asked for
             )
             self._equip(decoder, engine)

@@ -33,6 +33,8 @@ class HeadShape(Protocol):
     def kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def key_value_dtypes(self) -> list[torch.dtype]: ...
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,8 @@ class KeyValueBuffers:
         n = rows.count
         dtype = self._keys[layer].dtype
         key, value = k[:n].to(dtype), v[:n].to(dtype)
-        self._keys[layer].index_copy_(
-            0, rows.key_index, key.reshape(-1)
-        )  # scatter_ would copy all of a bfloat16 tensor
+        # scatter_ would copy all of a bfloat16 tensor
+        self._keys[layer].index_copy_(0, rows.key_index, key.reshape(-1))
         self._values[layer].index_copy_(0, rows.value_index, value.reshape(-1, value.shape[-1]))
         if rows.calls[0].rows is None:
             return self._attend(layer, units, q, rows.calls[0])
@@ -237,12 +238,13 @@ class KeyValueBuffers:
         """
         start, length = source
         tiles = -(-count // KEY_TILE)
-        for size in np.unique(targets.length).tolist():
-            index = torch.from_numpy(targets.start[targets.length == size] // size)
-            for layer in range(len(self._keys)):
-                keys, values = self.view(layer, length)
-                # Copies: where all of a block is meant, torch takes it for a part of what is written to.
-                key, value = keys[start // length, :, :tiles].clone(), values[start // length, :, :count].clone()
+        sizes = np.unique(targets.length).tolist()
+        indices = [torch.from_numpy(targets.start[targets.length == size] // size) for size in sizes]
+        for layer in range(len(self._keys)):
+            keys, values = self.view(layer, length)
+            # Copies: where all of a block is meant, torch takes it for a part of what is written to.
+            key, value = keys[start // length, :, :tiles].clone(), values[start // length, :, :count].clone()
+            for size, index in zip(sizes, indices, strict=True):
                 keys, values = self.view(layer, size)
                 keys[index, :, :tiles] = key
                 values[index, :, :count] = value
@@ -275,9 +277,15 @@ def first_length(positions: int, whole: int) -> int:
     return length
 
 
-def bytes_per_position(dtypes: Sequence[torch.dtype], kv_heads: int, head_dim: int) -> int:
-    """Memory of one position's keys and values in all layers, of these dtypes."""
-    return 2 * sum(dtype.itemsize for dtype in dtypes) * kv_heads * head_dim
+def bytes_per_position(shape: HeadShape) -> int:
+    """Memory of one position's keys and values in all layers."""
+    return 2 * sum(dtype.itemsize for dtype in shape.key_value_dtypes) * shape.kv_heads * shape.head_dim
+
+
+def positions_within(size: float, shape: HeadShape, slots: int, context: int) -> int:
+    """Positions for ``slots`` sequences of ``context`` tokens, or as many as ``size`` bytes hold: below ``block_length(context)``
+    not even one sequence fits."""
+    return min(int(size / bytes_per_position(shape)), slots * block_length(context))
 
 
 def round_up(n: int, multiple: int) -> int:

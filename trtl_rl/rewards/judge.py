@@ -7,6 +7,7 @@ embedded engine.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -45,7 +46,7 @@ class Seated:
     context: int
 
 
-class Judge:
+class Judge(ABC):
     """The number that a model's verdict on a completion stands for. Subclasses say, in :meth:`seat`, which engine answers.
 
     The answer is the likeliest one (greedy): the same question gets the same verdict. The question goes through the
@@ -95,9 +96,9 @@ class Judge:
         names = ["prompts", "completions", *(name for name in fields if name not in ("prompt", "completion"))]
         self.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
 
+    @abstractmethod
     def seat(self) -> Seated:
         """Load the model and its engine; called once, in the process that judges."""
-        raise NotImplementedError
 
     def prepare(self) -> None:
         """Load the model. A worker process does so before its first call."""
