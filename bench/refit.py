@@ -270,16 +270,23 @@ def learning(path: str, data: str, steps: int = 5) -> tuple[list[Tensors], Decod
 # --- growing models ---
 
 
-def grown(like: DecoderDescription, layers: int, hidden: int, vocab: int) -> DecoderDescription:
-    """A decoder of other sizes with the same formats."""
-    heads, wide = hidden // 64, 4 * hidden
-    shapes = dict(zip(LINEARS, [(hidden, hidden)] * 4 + [(wide, hidden)] * 2 + [(hidden, wide)], strict=True))
+def sized(like: DecoderDescription, **sizes: Any) -> DecoderDescription:
+    """A decoder of these sizes, without biases and norms of heads, with the formats of ``like``."""
+    d = replace(like, **sizes, biases=(), qk_norm=False)
+    q, kv, h, wide = d.heads * d.head_dim, d.kv_heads * d.head_dim, d.hidden, d.intermediate
+    shapes = dict(zip(LINEARS, ((q, h), (kv, h), (kv, h), (h, q), (wide, h), (wide, h), (h, wide)), strict=True))
     format = like.format(like.linear_name(0, "q_proj"))
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": 64}
-    new = replace(like, **sizes, intermediate=wide, vocab=vocab)
-    linears = [CoveredLinear(new.linear_name(i, role), shapes[role], format) for i in range(layers) for role in LINEARS]
-    linears.append(CoveredLinear("lm_head", (vocab, hidden), like.format("lm_head")))
-    return replace(new, coverage=Coverage(tuple(sorted(linears, key=lambda item: item.name))))
+    linears = [CoveredLinear(d.linear_name(i, role), shapes[role], format) for i in range(d.layers) for role in LINEARS]
+    linears.append(CoveredLinear("lm_head", (d.vocab, h), like.format("lm_head")))
+    frequencies = tuple(1.0 / 10000 ** (i / d.head_dim) for i in range(0, d.head_dim, 2))
+    coverage = Coverage(tuple(sorted(linears, key=lambda item: item.name)))
+    return replace(d, coverage=coverage, inverse_frequencies=frequencies)
+
+
+def grown(like: DecoderDescription, layers: int, hidden: int, vocab: int) -> DecoderDescription:
+    """A decoder as wide as it is usual for so many layers."""
+    heads: dict[str, int] = {"heads": hidden // 64, "kv_heads": hidden // 64, "head_dim": 64}
+    return sized(like, layers=layers, hidden=hidden, intermediate=4 * hidden, vocab=vocab, **heads)
 
 
 def random_version(description: DecoderDescription) -> Tensors:
@@ -292,6 +299,17 @@ def random_version(description: DecoderDescription) -> Tensors:
             kind = torch.uint8 if spec.dtype == torch.float8_e4m3fn else torch.int16
             out[spec.name] = torch.randint(0, 0x7E, spec.shape, dtype=kind).view(spec.dtype)
     return out
+
+
+def changed(tensors: Tensors, share: float) -> Tensors:
+    """The version after: about ``share`` of the FP8 codes differs in the lowest bit."""
+    new = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            codes = tensor.view(torch.uint8).clone()
+            codes[torch.rand(codes.shape) < share] ^= 1
+            new[name] = codes.view(tensor.dtype)
+    return new
 
 
 def growing(like: DecoderDescription, largest: float, scratch: Path) -> list[dict[str, Any]]:
@@ -310,12 +328,7 @@ def growing(like: DecoderDescription, largest: float, scratch: Path) -> list[dic
 def at_size(description: DecoderDescription, scratch: Path) -> dict[str, Any]:
     """Both sides in one process, one after the other: digests, packing, copying out, checks; and decoding apart."""
     old = random_version(description)
-    new = dict(old)
-    for name, tensor in old.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            codes = tensor.view(torch.uint8).clone()
-            codes[torch.rand(codes.shape) < 0.005] ^= 1
-            new[name] = codes.view(tensor.dtype)
+    new = changed(old, 0.005)
     before = Sent(old, Manifest.of(old, 0, description.coverage.digest))
     target = RefitReceiver(tensor_specs(description), description.coverage.digest)
     ours, theirs = socket.socketpair()  # shared memory needs none

@@ -9,23 +9,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import refit
 import slow_engine
 import torch
 import transformers
-from refit import random_version
 
 from trtl_rl.config import RunConfig, validate_config
 from trtl_rl.engines.pool import EnginePool, Engines
 from trtl_rl.engines.supervisor import EngineProcess
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.source import find_model
-from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.refit.manifest import Manifest, buckets
 from trtl_rl.refit.sender import Mode, Sent, send
@@ -65,22 +63,14 @@ def demo() -> Model:
     Recipe.load("fp8_block").apply(model)
     decoder = TrainableDecoder(model, KernelSet(False, backward=True), CONTEXT)
     tensors = {name: tensor.clone() for name, tensor in decoder.refresh(0).items()}
-    return Model("demo", decoder.description, (tensors, changed(tensors)))
+    return Model("demo", decoder.description, (tensors, refit.changed(tensors, CHANGED)))
 
 
-def sized(name: str, like: DecoderDescription, **sizes: Any) -> Model:
+def random_model(name: str, like: DecoderDescription, **sizes: Any) -> Model:
     """A model of these sizes with the formats of ``like``, and random weights."""
-    d = replace(like, **sizes, biases=(), qk_norm=False)
-    q, kv, h, wide = d.heads * d.head_dim, d.kv_heads * d.head_dim, d.hidden, d.intermediate
-    shapes = dict(zip(LINEARS, ((q, h), (kv, h), (kv, h), (h, q), (wide, h), (wide, h), (h, wide)), strict=True))
-    format = like.format(like.linear_name(0, "q_proj"))
-    linears = [CoveredLinear(d.linear_name(i, role), shapes[role], format) for i in range(d.layers) for role in LINEARS]
-    linears.append(CoveredLinear("lm_head", (d.vocab, h), like.format("lm_head")))
-    frequencies = tuple(1.0 / 10000 ** (i / d.head_dim) for i in range(0, d.head_dim, 2))
-    coverage = Coverage(tuple(sorted(linears, key=lambda item: item.name)))
-    described = replace(d, coverage=coverage, inverse_frequencies=frequencies)
-    tensors = random_version(described)
-    return Model(name, described, (tensors, changed(tensors)))
+    description = refit.sized(like, **sizes)
+    tensors = refit.random_version(description)
+    return Model(name, description, (tensors, refit.changed(tensors, CHANGED)))
 
 
 def models() -> Iterator[Model]:
@@ -89,20 +79,11 @@ def models() -> Iterator[Model]:
     like = first.description
     yield first
     small: dict[str, Any] = {"head_dim": 64, "tied": True}
-    yield sized("1 M", like, layers=4, hidden=128, heads=2, kv_heads=2, intermediate=512, vocab=1024, **small)
-    yield sized("21 M", like, layers=6, hidden=448, heads=7, kv_heads=7, intermediate=1792, vocab=4096, **small)
-    yield sized("135 M", like, layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocab=49152, **small)
-
-
-def changed(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The version after: a share of the FP8 codes differs in the lowest bit."""
-    new = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            codes = tensor.view(torch.uint8).clone()
-            codes[torch.rand(codes.shape) < CHANGED] ^= 1
-            new[name] = codes.view(tensor.dtype)
-    return new
+    yield random_model("1 M", like, layers=4, hidden=128, heads=2, kv_heads=2, intermediate=512, vocab=1024, **small)
+    yield random_model("21 M", like, layers=6, hidden=448, heads=7, kv_heads=7, intermediate=1792, vocab=4096, **small)
+    yield random_model(
+        "135 M", like, layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocab=49152, **small
+    )
 
 
 @contextlib.contextmanager
