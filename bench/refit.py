@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, tensor_specs
 from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.refit import delta
-from trtl_rl.refit.channel import Receiver, SharedMemorySender
+from trtl_rl.refit.channel import Receiver
 from trtl_rl.refit.manifest import Bucket, Manifest, buckets
 from trtl_rl.refit.receiver import RefitReceiver
 from trtl_rl.refit.sender import Sent, choose, send
+from trtl_rl.refit.shared_memory import SharedMemorySender, VersionMemory
 from trtl_rl.rollout import Group, Prompt, Request, Sampling
 from trtl_rl.trainer.learner import Learner
 
@@ -127,10 +128,21 @@ def deliver(
 # --- one model through a child ---
 
 
+def in_shared_memory(tensors: Tensors, memory: VersionMemory) -> Tensors:
+    """The same values where a learner writes them."""
+    kept = memory.take((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return {name: kept[name].copy_(tensor) for name, tensor in tensors.items()}
+
+
 def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch: Path) -> dict[str, Any]:
-    """Full and delta to an idle child, until the child has checked the last bucket; decoding and the swap are not in it."""
+    """Full and delta to an idle child, until the child has checked the last bucket; decoding and the swap are not in it.
+
+    A learner writes its versions into shared memory (what that costs is in ``quantising``), where the child reads them;
+    ``elsewhere`` is what becomes of versions that lie in other memory.
+    """
     coverage = description.coverage.digest
-    before = Sent(old, Manifest.of(old, 0, coverage))
+    memory = VersionMemory()
+    shared = [in_shared_memory(tensors, memory) for tensors in (old, new)]
     result: dict[str, Any] = {"bytes": size(new)}
     into = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     works: dict[str, Callable[[], float]] = {
@@ -145,11 +157,13 @@ def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch:
         engines.append(engine)
         sizes = {"slots": 1, "context": 64, "stop_ids": []}
         engine.configure(description.to_json(), KernelSet(False).identity, False, **sizes)
-        send(engine, old, version=0, coverage=coverage, bucket_bytes=BUCKET)
-        live = [before]  # what the child is at: old and new by turns
+        # What the child is at: the old and the new version by turns.
+        live = [send(engine, old, version=0, coverage=coverage, bucket_bytes=BUCKET).sent]
 
-        def work(mode: str, engine: HostedEngine = engine, live: list[Sent] = live) -> float:
-            tensors = old if live[0].tensors is new else new
+        def work(
+            mode: str, versions: Sequence[Tensors] = (old, new), engine: HostedEngine = engine, live: list[Sent] = live
+        ) -> float:
+            tensors = versions[live[0].manifest.version % 2 == 0]
             start = time.perf_counter()
             sent = deliver(tensors, live[0], mode, engine.begin_refit, engine.write)
             engine._line.await_write()
@@ -158,7 +172,9 @@ def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch:
             live[0] = sent
             return seconds
 
-        works[f"full, {channel}"] = lambda work=work: work("full")  # type: ignore[misc]
+        if channel == "shared_memory":
+            works["full"] = lambda work=work: work("full", shared)  # type: ignore[misc]
+        works[f"full, elsewhere, {channel}"] = lambda work=work: work("full")  # type: ignore[misc]
         works[f"delta, {channel}"] = lambda work=work: work("delta")  # type: ignore[misc]
     try:
         return {**result, **ratios(turns(works), "one copy")}
@@ -224,7 +240,23 @@ def pausing(versions: list[Tensors], description: DecoderDescription) -> dict[st
 # --- deltas after real steps ---
 
 
-def learning(path: str, data: str, steps: int = 5) -> tuple[list[Tensors], DecoderDescription, list[dict[str, float]]]:
+def quantising(decoder: TrainableDecoder) -> dict[str, Any]:
+    """A learner's quantising and loading of a version, written into memory of its own and into shared memory."""
+    memory = VersionMemory()
+
+    def refresh(memory: VersionMemory | None) -> None:
+        decoder.memory = memory
+        decoder.refresh(0)
+
+    works = {"own memory": timed(lambda: refresh(None)), "shared memory": timed(lambda: refresh(memory))}
+    found = ratios(turns(works), "own memory")
+    decoder.memory = None
+    return {**found, "against_own": found.pop("against_copy")}
+
+
+def learning(
+    path: str, data: str, steps: int = 5
+) -> tuple[list[Tensors], DecoderDescription, list[dict[str, float]], dict[str, Any]]:
     """AdamW steps at lr 1e-6 on GSM8K prompts; the reward is how many digits an answer has, which every model can learn."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -233,6 +265,7 @@ def learning(path: str, data: str, steps: int = 5) -> tuple[list[Tensors], Decod
     rows = [json.loads(line) for line in Path(data).read_text().splitlines()[: 2 * steps]]
     kernels = KernelSet(find_compiler() is not None, backward=True)
     decoder = TrainableDecoder(model, kernels, 512)
+    quantised = quantising(decoder)
     versions = [decoder.refresh(0)]
     d = decoder.description
     optimizer = OptimizerConfig(lr=1e-6)
@@ -264,7 +297,7 @@ def learning(path: str, data: str, steps: int = 5) -> tuple[list[Tensors], Decod
                 "changed_frac": round(report.changed_frac, 5),
             }
         )
-    return versions, d, out
+    return versions, d, out, quantised
 
 
 # --- growing models ---
@@ -326,9 +359,10 @@ def growing(like: DecoderDescription, largest: float, scratch: Path) -> list[dic
 
 
 def at_size(description: DecoderDescription, scratch: Path) -> dict[str, Any]:
-    """Both sides in one process, one after the other: digests, packing, copying out, checks; and decoding apart."""
-    old = random_version(description)
-    new = changed(old, 0.005)
+    """Both sides in one process, one after the other: digests, packing, checks; and decoding apart."""
+    memory = VersionMemory()
+    old = in_shared_memory(random_version(description), memory)
+    new = in_shared_memory(changed(old, 0.005), memory)
     before = Sent(old, Manifest.of(old, 0, description.coverage.digest))
     target = RefitReceiver(tensor_specs(description), description.coverage.digest)
     ours, theirs = socket.socketpair()  # shared memory needs none
@@ -374,8 +408,8 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    versions, description, steps = learning(a.model, a.data)
-    print(steps, flush=True)
+    versions, description, steps, quantised = learning(a.model, a.data)
+    print(steps, quantised, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         moved = moving(versions[-2], versions[-1], description, Path(scratch))
         print(moved, flush=True)
@@ -387,6 +421,7 @@ def main() -> None:
         {
             "model": "SmolLM2-135M, FP8 block scales; codes, scales and the BF16 rest",
             "delta_after_steps_at_lr_1e-6": steps,
+            "quantising": quantised,
             "moving_to_an_idle_child": moved,
             "generating_meanwhile": paused,
             "growing_random_models": rows,

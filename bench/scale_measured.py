@@ -27,6 +27,7 @@ from trtl_rl.model.source import find_model
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.refit.manifest import Manifest, buckets
 from trtl_rl.refit.sender import Mode, Sent, send
+from trtl_rl.refit.shared_memory import VersionMemory
 from trtl_rl.rollout import Request, Sampling
 from trtl_rl.trainer.engine_place import find_place, make_engines
 
@@ -47,10 +48,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Model:
-    """A description and two versions of its weights."""
+    """A description and two versions of its weights, which lie where a learner writes them."""
 
     def __init__(self, name: str, description: DecoderDescription, versions: tuple[Tensors, Tensors]) -> None:
-        self.name, self.description, self.versions = name, description, versions
+        self.name, self.description = name, description
+        memory = VersionMemory()
+        self.versions = tuple(refit.in_shared_memory(tensors, memory) for tensors in versions)
 
     @property
     def bytes(self) -> int:

@@ -25,9 +25,10 @@ from torch import Tensor
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.errors import EngineError, RefitError
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.refit.channel import Receiver, SharedMemorySender
+from trtl_rl.refit.channel import Receiver
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult, buckets, joined_digest, tensor_digest
 from trtl_rl.refit.sender import send
+from trtl_rl.refit.shared_memory import SharedMemorySender
 
 # --- what is refused, with the name of the tensor ---
 

@@ -110,7 +110,7 @@ class Run:
         self._warn()
         data = self._make_data(saved)
         phases.next()
-        policy = make_policy(self.trainer, self.metrics, saved, data.context, phases)
+        policy = make_policy(self.trainer, self.metrics, saved, data.context, place, phases)
         self.state = policy.state
         first = self.state.step
         self._start_engine(engine, place, data, policy)

@@ -36,6 +36,7 @@ class EnginePlace:
         channel_reason: Why this channel, in words.
         contract: For an engine that does not check weights itself.
         gpus: Of each engine that TensorRT-LLM runs on this machine.
+        reads_in_place: Whether engines read the memory of a learner on the CPU.
     """
 
     environment: Environment
@@ -43,6 +44,7 @@ class EnginePlace:
     channel_reason: str
     contract: BlockScaleContract | None = None
     gpus: Sequence[str] | None = None
+    reads_in_place: bool = False
 
 
 def find_place(config: RunConfig, directory: EngineDirectory | None) -> EnginePlace:
@@ -68,8 +70,9 @@ def find_place(config: RunConfig, directory: EngineDirectory | None) -> EnginePl
     elif config.parity.stop == 0:
         check_same_operators(environment)
     apart = gpus is not None and len(gpus) > 1
-    chosen = choose_channel(config.refit.channel, config.device, environment, apart=apart)
-    return EnginePlace(environment, *chosen, contract, gpus)
+    channel, reason = choose_channel(config.refit.channel, config.device, environment, apart=apart)
+    in_place = here and channel == "shared_memory" and config.device == "cpu"
+    return EnginePlace(environment, channel, reason, contract, gpus, in_place)
 
 
 def make_engines(

@@ -13,6 +13,7 @@ from trtl_rl.losses.loss import Loss, make_loss
 from trtl_rl.metrics import MetricsWriter
 from trtl_rl.recipe import modelopt_state
 from trtl_rl.recipe.patterns import unmatched
+from trtl_rl.refit.shared_memory import VersionMemory
 from trtl_rl.trainer import checkpoint, lora, resume
 from trtl_rl.trainer.binding import bind
 from trtl_rl.trainer.loading import Phases, load_model
@@ -22,6 +23,7 @@ from trtl_rl.versions import versions
 if TYPE_CHECKING:
     from trtl_rl.kernels.kernel_set import KernelSet
     from trtl_rl.model.bind import TrainableDecoder
+    from trtl_rl.trainer.engine_place import EnginePlace
     from trtl_rl.trainer.learner import Learner
     from trtl_rl.trainer.trainer import Trainer
 
@@ -63,11 +65,14 @@ class Policy:
     parameters: int
 
 
-def make_policy(trainer: Trainer, metrics: MetricsWriter, saved: Saved, context: int, phases: Phases) -> Policy:
+def make_policy(
+    trainer: Trainer, metrics: MetricsWriter, saved: Saved, context: int, place: EnginePlace, phases: Phases
+) -> Policy:
     """Load the model, bind it, make its optimizer, and bring all of it to where the run was saved.
 
     Args:
         context: Tokens of the longest prompt and answer.
+        place: Where the engines are: some read versions where the learner writes them.
         phases: Three of them are done here.
 
     Raises:
@@ -84,6 +89,7 @@ def make_policy(trainer: Trainer, metrics: MetricsWriter, saved: Saved, context:
         adapters = lora.Adapters(model, c.lora, seed=c.seed, base=lora.base_name(trainer.source))
     phases.next()
     decoder, kernels = bind(c, trainer.directory, metrics, model, context)
+    decoder.memory = VersionMemory() if place.reads_in_place else None
     if saved and saved.state["kernels"] != kernels.identity:
         changed = resume.changed_versions(saved.state["versions"], versions())
         metrics.message(

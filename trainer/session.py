@@ -36,6 +36,8 @@ class Session:
     def __init__(self, trainer: Trainer, checkpoint: Path | None, context: int) -> None:
         import torch
 
+        from trtl_rl.refit.shared_memory import VersionMemory
+
         c = self._config = trainer.config
         self._trainer, self.checkpoint, self.context = trainer, checkpoint, context
         self._stack = ExitStack()
@@ -51,6 +53,7 @@ class Session:
             self._tokenizer = load_tokenizer(trainer.source.path)
             model = load_policy(trainer.source, trainer.recipe, checkpoint)
             decoder, kernels = bind(c, trainer.directory, metrics, model, context)
+            decoder.memory = VersionMemory() if place.reads_in_place else None
             decoder.refresh(0)
             self._shape = ModelShape.from_model(model)
             stops = stop_ids(trainer.source.path, model, self._tokenizer)

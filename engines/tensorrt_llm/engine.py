@@ -22,8 +22,8 @@ from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.weights import tensor_specs
 from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.formats import HIGH_PRECISION
-from trtl_rl.refit.channel import SharedMemorySender
 from trtl_rl.refit.manifest import Bucket, Manifest, RefitResult
+from trtl_rl.refit.shared_memory import SharedMemorySender
 from trtl_rl.rollout import Completion, Request
 
 _TURN = 0.005  # seconds that a step waits for something to end

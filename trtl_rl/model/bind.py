@@ -6,7 +6,7 @@ and scales fill the learner's operands and travel to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +24,10 @@ from trtl_rl.model.finite import first_not_finite, is_finite
 from trtl_rl.model.kv import Blocks, RopeTables, Rows
 from trtl_rl.model.layer import Attend, decoder_layer
 from trtl_rl.model.operand import Operand
-from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, tensor_specs
+from trtl_rl.model.weights import LORA_A, LORA_B, SCALE_SUFFIX, DecoderWeights, LayerWeights, TensorSpec, tensor_specs
 from trtl_rl.recipe.codec import decode, encode
 from trtl_rl.recipe.recipe import expand
+from trtl_rl.refit.shared_memory import VersionMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,33 +59,43 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
     )
 
 
-def quantise_parameters(
+def quantise_parameters(parameters: Mapping[str, Tensor], description: DecoderDescription) -> dict[str, Tensor]:
+    """Every tensor of a version in the layout of ``tensor_specs``, see :func:`quantised`."""
+    return dict(quantised(parameters, description))
+
+
+def quantised(
     parameters: Mapping[str, Tensor], description: DecoderDescription, frozen: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Round masters to BF16 and quantise them: every tensor of a version in the layout of ``tensor_specs``.
+) -> Iterator[tuple[str, Tensor]]:
+    """Round masters to BF16 and quantise them: one tensor of a version after the other, in the layout of ``tensor_specs``.
 
     Args:
         parameters: Float32 masters by their checkpoint names.
-        frozen: An earlier version of a model with adapters: only these are quantised again.
+        frozen: Tensors of an earlier version, which are not quantised again.
 
     Raises:
         FloatingPointError: a weight is not finite; names the tensor.
     """
     formats = {item.name: item.format.forward_weight for item in description.coverage.linears}
-    tensors: dict[str, Tensor] = {}
-    for spec in tensor_specs(description):
+    for spec in _renewed(description, frozen):
         name = spec.name
-        if name.endswith(SCALE_SUFFIX) or (frozen and name in frozen and not name.endswith((LORA_A, LORA_B))):
+        if name.endswith(SCALE_SUFFIX):
             continue
         rounded = parameters[name].detach().bfloat16()
         format = formats.get(name.rpartition(".")[0]) if spec.dtype == torch.float8_e4m3fn else None
         if not rounded.sum().isfinite() and not rounded.isfinite().all():  # the sum is 40 times faster
             raise FloatingPointError(f"{name} holds NaN or infinite values; it was not quantised.")
         if format is None:
-            tensors[name] = rounded
+            yield name, rounded
         else:
-            tensors[name], tensors[name + SCALE_SUFFIX] = encode(rounded.float(), format)
-    return tensors
+            codes, scale = encode(rounded.float(), format)
+            yield name, codes
+            yield name + SCALE_SUFFIX, scale
+
+
+def _renewed(description: DecoderDescription, frozen: Mapping[str, Tensor] | None) -> list[TensorSpec]:
+    """The tensors that a version does not take from an earlier one."""
+    return [spec for spec in tensor_specs(description) if not frozen or spec.name not in frozen]
 
 
 class TrainableDecoder:
@@ -98,6 +109,9 @@ class TrainableDecoder:
 
     Attributes:
         gradient_checkpointing: Keep only each layer's input for backward, and compute the layer again there.
+        snapshot: Every tensor of the version that was loaded last, in CPU memory.
+        memory: Where versions are written, if engines on this machine read them there (only with a model on the CPU); None:
+            anywhere.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: KernelSet, context: int) -> None:
@@ -114,6 +128,7 @@ class TrainableDecoder:
             self._attach(layer)
         self.snapshot: dict[str, Tensor] = {}
         self.gradient_checkpointing = False
+        self.memory: VersionMemory | None = None
         model.forward = self.forward
 
     @torch.no_grad()
@@ -132,8 +147,18 @@ class TrainableDecoder:
             raise RuntimeError(f"The model's quantisers changed after it was bound; bind it again. {changed[0]}")
         if read_adapters(self.model) != self.description.adapters:
             raise RuntimeError("The model's adapters changed after it was bound; bind it again.")
-        frozen = self.snapshot if self.description.adapters else {}
-        self.load(quantise_parameters(self.parameters, self.description, frozen), version, frozen)
+        frozen: dict[str, Tensor] = {}
+        if self.description.adapters:
+            adapters = (LORA_A, LORA_B)
+            frozen = {name: tensor for name, tensor in self.snapshot.items() if not name.endswith(adapters)}
+        kept: dict[str, Tensor] = {}
+        if self.memory is not None:
+            kept = self.memory.take((s.name, s.dtype, s.shape) for s in _renewed(self.description, frozen))
+        tensors = {
+            name: kept[name].copy_(tensor) if kept else tensor
+            for name, tensor in quantised(self.parameters, self.description, frozen)
+        }
+        self.load(tensors, version, frozen)
         return self.snapshot
 
     def load(self, tensors: dict[str, Tensor], version: int, frozen: Mapping[str, Tensor] | None = None) -> None:

@@ -6,7 +6,6 @@ not fit into a description follows with ``push``. The other side has a :class:`R
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -54,6 +53,8 @@ def open_channel(name: ChannelName, connection: socket.socket) -> Channel:
         from trtl_rl.refit.cuda_ipc import CudaIpcSender
 
         return CudaIpcSender()
+    from trtl_rl.refit.shared_memory import SharedMemorySender
+
     return SharedMemorySender()
 
 
@@ -86,90 +87,13 @@ class Receiver:
         return views(memory, description)
 
 
-class SharedMemorySender:
-    """Packs what is whole to where it stays, and changes into two files in memory by turns.
-
-    Each of two further files holds a whole version, one the last that came whole, the other the next: the receiver keeps the
-    tensors where they are, so that nobody copies them again. A version that began and was never live leaves its file to the
-    receiver, which may have taken it all the same. Of the files for changes one is filled while the receiver reads the other.
-
-    The files have no names in any directory: a killed process leaves nothing behind, and a small ``/dev/shm`` (64 MB in
-    many containers) is no limit. A receiver of the same user opens them through ``/proc`` while the sender lives.
-    """
-
-    def __init__(self) -> None:
-        self._files = (_MemoryFile(), _MemoryFile())
-        self._live, self._next = _MemoryFile(), _MemoryFile()
-        self._filled: int | None = None  # bytes of the next version that lie in its file; None: it does not come whole
-
-    def begin(self, manifest: Manifest, whole: bool) -> None:
-        if self._filled is not None:
-            self._next.close()
-            self._next = _MemoryFile()
-        self._filled = None
-        if whole:
-            self._next.grown_to(sum(_aligned(entry.nbytes) for entry in manifest.tensors))
-            self._filled = 0
-
-    def finished(self) -> None:
-        if self._filled is not None:
-            self._live, self._next = self._next, self._live
-        self._filled = None
-
-    def pack(self, bucket: Bucket) -> dict[str, Any]:
-        stays = self._filled is not None and not bucket.packed
-        if stays:
-            assert self._filled is not None
-            file, start = self._next, self._filled
-        else:
-            self._files = self._files[::-1]
-            file, start = self._files[0], 0
-        places, end = layout(bucket, start)
-        buffer = file.grown_to(end)
-        fill(buffer, bucket, places)
-        if stays:
-            self._filled = end
-        about = {"path": file.path, "file": file.number, "size": buffer.numel(), "stays": stays}
-        return {**about, "tensors": places, "packed": sorted(bucket.packed)}
-
-    def push(self, bucket: Bucket) -> None:
-        """Nothing is left: the bucket lies in shared memory."""
-
-    def close(self) -> None:
-        for file in (*self._files, self._live, self._next):
-            file.close()
-
-
-class _MemoryFile:
-    """A file in memory, mapped."""
-
-    def __init__(self) -> None:
-        self._file: int | None = os.memfd_create("trtl-rl-refit")
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.number = os.fstat(self._file).st_ino  # a later file may get the same path
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def grown_to(self, size: int) -> Tensor:
-        """At least ``size`` bytes, uint8 [n]."""
-        if size > self._buffer.numel():
-            assert self._file is not None, "the channel is closed"
-            os.ftruncate(self._file, size)
-            self._buffer = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
-        return self._buffer
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file, self._buffer = None, torch.empty(0, dtype=torch.uint8)
-
-
-def layout(bucket: Bucket, start: int = 0) -> tuple[list[Place], int]:
-    """Where each tensor lies in a buffer (name, dtype, shape, first byte) from ``start`` on, and where the last one ends."""
+def layout(bucket: Bucket) -> tuple[list[Place], int]:
+    """Where each tensor lies in a buffer (name, dtype, shape, first byte), and where the last one ends."""
     places: list[Place] = []
-    end = start
+    end = 0
     for name, tensor in bucket.tensors.items():
         places.append((name, dtype_name(tensor.dtype), list(tensor.shape), end))
-        end += _aligned(tensor.nbytes)
+        end += aligned(tensor.nbytes)
     return places, end
 
 
@@ -189,5 +113,6 @@ def views(buffer: Tensor, description: Mapping[str, Any]) -> Bucket:
     return Bucket(tensors, frozenset(description["packed"]), description.get("stays", False))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Bytes from the start of a tensor to that of the next."""
     return -(-size // _ALIGN) * _ALIGN
