@@ -155,7 +155,7 @@ def _parts(axis: Any, rows: list[list[Any]]) -> None:
     for name in ("rollout_s", "longest_s", "learn_s", "refit_s"):
         axis.plot([row[0] for row in rows], [row[COLUMNS.index(name)] for row in rows], marker="o", ms=3, label=name)
     axis.set(xscale="log", yscale="log")
-    axis.set_title("SIMULATED: parts, Qwen3-8B, FP8, asynchronous, store_delta, H200", fontsize=9)
+    axis.set_title("SIMULATED: parts, Qwen3-8B, H200, fp8, store_delta, async", fontsize=9)
     axis.set_xlabel("GPUs", fontsize=8)
 
 
