@@ -114,12 +114,12 @@ def deliver(
     write: Callable[[Bucket], None],
     opened: Callable[[Manifest, bool], None] = lambda manifest, whole: None,
 ) -> Sent:
-    """As ``send`` does, up to the last bucket; a full refit is not compared with the version before."""
+    """As ``send`` does, up to the last bucket."""
     manifest = Manifest.of(new, before.manifest.version + 1, before.manifest.coverage)
     base = before.manifest.digest if mode == "delta" else None
     takes_changes = begin(replace(manifest, base=base))
     opened(manifest, not takes_changes)
-    chosen, _ = choose(new, manifest, before if takes_changes else None, takes_changes)
+    chosen, _ = choose(new, manifest, before if takes_changes else None)
     for bucket in buckets(chosen.tensors, BUCKET, chosen.packed):
         write(bucket)
     return Sent(new, manifest)

@@ -49,7 +49,7 @@ class RefitReport:
     Attributes:
         bytes: Of what was sent.
         changed_frac: Share of the version's bytes whose elements differ from the version before.
-        move: Digests, comparison, and transport with the engine's checks of it.
+        move: Digests, of a delta the comparison too, and transport with the engine's checks of it.
         decode: The engine's codes to operands, beside generation.
         finish: From the last bucket until the version was live, ``decode`` included.
         pause: The part of ``finish`` in which the engine could not generate.
@@ -95,10 +95,12 @@ def send(
     base = previous if mode == "delta" else None
     takes_changes = target.begin_refit(replace(manifest, base=None if base is None else base.manifest.digest))
     try:
-        chosen, changed = choose(tensors, manifest, previous, takes_changes)
+        chosen, changed = choose(tensors, manifest, previous if takes_changes else None)
         for bucket in buckets(chosen.tensors, bucket_bytes, chosen.packed):
             target.write(bucket)
         moved = time.perf_counter()
+        if changed is None:  # while the engine decodes
+            changed = count_changed(tensors, manifest, previous)
         before_finish()
         result = target.finish_refit()
         finished = time.perf_counter()
@@ -121,27 +123,39 @@ def send(
     )
 
 
-def choose(
-    tensors: Mapping[str, Tensor], manifest: Manifest, previous: Sent | None, takes_changes: bool
-) -> tuple[Bucket, int]:
-    """What to send, and how many bytes of the version changed; each tensor is compared once, and only if its digest differs."""
-    before = {} if previous is None else previous.manifest.digests
+def choose(tensors: Mapping[str, Tensor], manifest: Manifest, previous: Sent | None) -> tuple[Bucket, int | None]:
+    """What to send, and how many bytes of the version changed, which nobody knows where all of it is sent.
+
+    Args:
+        previous: What the engine holds, if it takes changes to that. Each tensor whose digest differs is compared once.
+    """
+    if previous is None:
+        return Bucket(tensors), None
+    before = previous.manifest.digests
     chosen: dict[str, Tensor] = {}
     packed: set[str] = set()
     total = 0
     for name, digest in manifest.digests.items():
-        tensor = tensors[name]
-        changed, small = tensor.numel(), None
         if before.get(name) == digest:
-            changed = 0
-        elif previous is not None and takes_changes:
-            changed, small = delta.pack(tensor, previous.tensors[name])
-        elif previous is not None:
-            changed = delta.changed_elements(tensor, previous.tensors[name])
+            continue
+        tensor = tensors[name]
+        changed, small = delta.pack(tensor, previous.tensors[name])
         total += changed * tensor.element_size()
         if small is not None:
             chosen[name] = small
             packed.add(name)
-        elif changed or not takes_changes:
+        elif changed:
             chosen[name] = tensor
     return Bucket(chosen, frozenset(packed)), total
+
+
+def count_changed(tensors: Mapping[str, Tensor], manifest: Manifest, previous: Sent | None) -> int:
+    """How many bytes of a version differ from the version before, by elements; all of them where there is none."""
+    if previous is None:
+        return sum(tensor.nbytes for tensor in tensors.values())
+    before = previous.manifest.digests
+    total = 0
+    for name, digest in manifest.digests.items():
+        if before.get(name) != digest:
+            total += delta.changed_elements(tensors[name], previous.tensors[name]) * tensors[name].element_size()
+    return total
