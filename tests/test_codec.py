@@ -180,3 +180,20 @@ def test_a_row_is_quantised_alike_in_any_company() -> None:
             whole = quantise_dequantise(x, format)
             for i in (0, 31, 63):
                 assert torch.equal(quantise_dequantise(x[i : i + 1], format)[0], whole[i])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (200, 96), (700, 1500)], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_code_is_decoded_as_the_cast_does(block: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Zeros of both signs, subnormals and NaN too, with scales of all magnitudes, into given memory and new."""
+    generator = torch.Generator().manual_seed(7)
+    codes = torch.randint(256, shape, dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
+    grid = [-(-n // wide) for n, wide in zip(shape, block, strict=True)]
+    scales = 10 ** (torch.rand(*grid, generator=generator) * 60 - 30)
+    each = scales.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+    expected = codes.float() * each
+    out = torch.full(shape, 5.0)
+    assert decode(codes, scales, BlockFormat(block, "amax_over_448"), out) is out  # type: ignore[arg-type]
+    for found in (out, decode(codes, scales, BlockFormat(block, "amax_over_448"))):  # type: ignore[arg-type]
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(bits(found.nan_to_num(5.0)), bits(expected.nan_to_num(5.0)))

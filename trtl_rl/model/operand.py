@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trtl_rl.kernels.ops import pack
 from trtl_rl.kernels.spec import LinearSpec
+from trtl_rl.recipe.codec import decode
 from trtl_rl.recipe.formats import BlockFormat
 
 
@@ -73,10 +74,27 @@ class Operand:
 
     def fill(self, name: str, values: Tensor) -> None:
         """Store the decoded weight [N, K] float32 of the part ``name``."""
+        rows = self._rows(name, values)
+        self.values[rows].copy_(values)
+        self._filled(name, rows)
+
+    def fill_codes(self, name: str, codes: Tensor, scale: Tensor, format: BlockFormat) -> None:
+        """Store the weight of the part ``name`` that :func:`decode` makes of ``codes`` [N, K] and ``scale``."""
+        rows = self._rows(name, codes)
+        into = self.values[rows]
+        if into.dtype == torch.float32:
+            decode(codes, scale, format, into)
+        else:
+            into.copy_(decode(codes, scale, format))
+        self._filled(name, rows)
+
+    def _rows(self, name: str, tensor: Tensor) -> slice:
         start = self._starts[name]
-        for operand in (self.values, self.gradient_values):  # fill_gradient comes after, for the parts that differ
-            if operand is not None:
-                operand[start : start + values.shape[0]].copy_(values)
+        return slice(start, start + tensor.shape[0])
+
+    def _filled(self, name: str, rows: slice) -> None:
+        if self.gradient_values is not None:  # fill_gradient comes after, for the parts that differ
+            self.gradient_values[rows].copy_(self.values[rows])
         if self.packed is not None:
             self._missing.remove(name)
             if not self._missing:
@@ -86,8 +104,7 @@ class Operand:
         """Store the weight [N, K] float32 that DGrad sees of the part ``name``, where the forward pass sees another."""
         if self.gradient_values is None:
             self.gradient_values = self.values.clone()
-        start = self._starts[name]
-        self.gradient_values[start : start + values.shape[0]].copy_(values)
+        self.gradient_values[self._rows(name, values)].copy_(values)
 
     def fill_adapter(self, name: str, a: Tensor | None, b: Tensor | None, scaling: float) -> None:
         """Store A [rank, K] or B [N, rank] of the part ``name``; scaling goes into B."""
@@ -101,8 +118,7 @@ class Operand:
 
     def fill_bias(self, name: str, values: Tensor) -> None:
         assert self.bias is not None
-        start = self._starts[name]
-        self.bias[start : start + values.shape[0]].copy_(values)
+        self.bias[self._rows(name, values)].copy_(values)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

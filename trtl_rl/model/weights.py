@@ -17,7 +17,7 @@ from trtl_rl.kernels.kernel_set import HeadUnits, KernelSet, LayerUnits
 from trtl_rl.kernels.spec import LayerSpec, LinearSpec
 from trtl_rl.model.description import LINEARS, DecoderDescription
 from trtl_rl.model.operand import Operand
-from trtl_rl.recipe.codec import decode, encode
+from trtl_rl.recipe.codec import encode
 from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 
 SCALE_SUFFIX = "_scale_inv"  # of FP8 block-scale checkpoints: weight and weight_scale_inv
@@ -280,10 +280,10 @@ class DecoderWeights:
             operand.fill(module, tensor.float())
         elif tensor.dtype == torch.float8_e4m3fn:
             assert scale is not None
-            operand.fill(module, decode(tensor, scale.to(self.device), format))
+            operand.fill_codes(module, tensor, scale.to(self.device), format)
         else:  # a quantised head that shares the high-precision embedding
             assert module == "lm_head" and self.description.tied, f"{module} came without codes"
-            operand.fill(module, decode(*encode(tensor.float(), format), format))
+            operand.fill_codes(module, *encode(tensor.float(), format), format)
             operand.formats[module] = format
 
     def fill_gradient(self, module: str, values: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trtl_rl.recipe.formats import BlockFormat
 
 E4M3_MAX = 448.0
+_AT_ONCE = 2**19  # values that are decoded together: what stays in a cache
 _TINY = 1e-30  # below this amax a block counts as zero: 448/amax must stay finite
 
 
@@ -68,17 +69,34 @@ def encode(x: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor]:
     return codes, _join([scale[:, 0, :, 0] for _, scale in parts])
 
 
-def decode(codes: Tensor, scale: Tensor, format: BlockFormat) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, format: BlockFormat, out: Tensor | None = None) -> Tensor:
     """The inverse of :func:`encode`: [M, K] float32, equal bit for bit to :func:`quantise_dequantise` of the source.
 
-    Codes are looked up in a table of 256 values, which on a CPU is eight times faster than the cast.
+    A code's bits, moved by 7, are those of a half-precision number 256 times too small, whose cast is several times as fast on a
+    CPU as that of E4M3 or a table. ``256 · scale`` is exact below 1e36, which is more than scales of BF16 reach. NaN stays NaN.
+
+    Args:
+        out: [M, K] float32 for the result, to save new memory.
     """
     m, k = codes.shape
-    values = torch.index_select(_table(codes.device), 0, codes.view(torch.uint8).int().reshape(-1)).reshape(m, k)
     rows, columns = format.block
-    scales = scale.repeat_interleave(columns, 1)[:, :k]
-    for start in range(0, m, rows):
-        values[start : start + rows] *= scales[start // rows]
+    values = torch.empty(m, k, device=codes.device) if out is None else out
+    scales = (scale * 256.0).repeat_interleave(columns, 1)[:, :k]
+    step = rows * max(1, _AT_ONCE // (rows * k))
+    for start in range(0, m, step):
+        part = codes[start : start + step]
+        into = values[start : start + step]
+        half = (
+            part.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+        )  # the sign without its copies
+        into.copy_(half.view(torch.float16))
+        first, whole = start // rows, into.shape[0] // rows
+        into[: whole * rows].view(whole, rows, k).mul_(scales[first : first + whole, None])
+        if into.shape[0] % rows:
+            into[whole * rows :].mul_(scales[first + whole])
+        magnitudes = part.view(torch.uint8) & 0x7F
+        if magnitudes.amax() == 0x7F:
+            into.masked_fill_(magnitudes == 0x7F, torch.nan)
     return values
 
 
@@ -149,12 +167,3 @@ def _ceil_pow2(x: Tensor) -> Tensor:
 def _unblock(blocks: Tensor, rows: int) -> Tensor:
     """[M / rows, rows, K / columns, columns] → the first ``rows`` rows, [rows, K]."""
     return blocks.reshape(blocks.shape[0] * blocks.shape[1], -1)[:rows]
-
-
-_TABLES: dict[torch.device, Tensor] = {}
-
-
-def _table(device: torch.device) -> Tensor:
-    if device not in _TABLES:
-        _TABLES[device] = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
-    return _TABLES[device]
