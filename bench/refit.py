@@ -1,6 +1,6 @@
 """Refits: moving one beside a plain copy, the engine's pause, deltas after real RL steps, growing models, and checkpoints.
 
-    python bench/refit.py MODEL_DIRECTORY GSM8K_TRAIN.jsonl [--largest 1000]
+    python bench/refit.py MODEL_DIRECTORY GSM8K_TRAIN.jsonl [--parts moving generating growing] [--largest 1000]
 
 MODEL_DIRECTORY holds SmolLM2-135M (``bench/prepare_smollm2.py``). What is compared is taken in turns in one run, one thread for
 each process, medians of five; times are ratios to one copy of the same bytes between two buffers that were used before.
@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,21 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_result
+from common import RESULTS, machine, write_result
+from refit_models import Tensors, changed, grown, in_shared_memory, random_version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trtl_rl.config_parts import LossConfig, OptimizerConfig
-from trtl_rl.engines.host import HostedEngine
+from trtl_rl.engines.host import MEMORY, HostedEngine
 from trtl_rl.engines.torch_engine.engine import TorchEngine
 from trtl_rl.flops.formulas import ModelShape
 from trtl_rl.kernels.kernel_set import KernelSet, find_compiler
 from trtl_rl.losses.loss import make_loss
 from trtl_rl.model.bind import TrainableDecoder
-from trtl_rl.model.description import LINEARS, DecoderDescription
+from trtl_rl.model.description import DecoderDescription
 from trtl_rl.model.weights import SCALE_SUFFIX, DecoderWeights, tensor_specs
-from trtl_rl.recipe.coverage import Coverage, CoveredLinear
 from trtl_rl.recipe.recipe import Recipe
 from trtl_rl.refit import delta
 from trtl_rl.refit.channel import Receiver
@@ -48,8 +51,8 @@ from trtl_rl.rollout import Group, Prompt, Request, Sampling
 from trtl_rl.trainer.learner import Learner
 
 REPEATS = 5
+PARTS = ["moving", "generating", "growing"]
 BUCKET = 16 * 2**20  # the default of refit.bucket_bytes
-Tensors = dict[str, Tensor]
 
 
 def turns(works: Mapping[str, Callable[[], float]], repeats: int = REPEATS) -> dict[str, list[float]]:
@@ -126,12 +129,6 @@ def deliver(
 
 
 # --- one model through a child ---
-
-
-def in_shared_memory(tensors: Tensors, memory: VersionMemory) -> Tensors:
-    """The same values where a learner writes them."""
-    kept = memory.take((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    return {name: kept[name].copy_(tensor) for name, tensor in tensors.items()}
 
 
 def moving(old: Tensors, new: Tensors, description: DecoderDescription, scratch: Path) -> dict[str, Any]:
@@ -303,48 +300,6 @@ def learning(
 # --- growing models ---
 
 
-def sized(like: DecoderDescription, **sizes: Any) -> DecoderDescription:
-    """A decoder of these sizes, without biases and norms of heads, with the formats of ``like``."""
-    d = replace(like, **sizes, biases=(), qk_norm=False)
-    q, kv, h, wide = d.heads * d.head_dim, d.kv_heads * d.head_dim, d.hidden, d.intermediate
-    shapes = dict(zip(LINEARS, ((q, h), (kv, h), (kv, h), (h, q), (wide, h), (wide, h), (h, wide)), strict=True))
-    format = like.format(like.linear_name(0, "q_proj"))
-    linears = [CoveredLinear(d.linear_name(i, role), shapes[role], format) for i in range(d.layers) for role in LINEARS]
-    linears.append(CoveredLinear("lm_head", (d.vocab, h), like.format("lm_head")))
-    frequencies = tuple(1.0 / 10000 ** (i / d.head_dim) for i in range(0, d.head_dim, 2))
-    coverage = Coverage(tuple(sorted(linears, key=lambda item: item.name)))
-    return replace(d, coverage=coverage, inverse_frequencies=frequencies)
-
-
-def grown(like: DecoderDescription, layers: int, hidden: int, vocab: int) -> DecoderDescription:
-    """A decoder as wide as it is usual for so many layers."""
-    heads: dict[str, int] = {"heads": hidden // 64, "kv_heads": hidden // 64, "head_dim": 64}
-    return sized(like, layers=layers, hidden=hidden, intermediate=4 * hidden, vocab=vocab, **heads)
-
-
-def random_version(description: DecoderDescription) -> Tensors:
-    """Codes and scales drawn at once."""
-    out: Tensors = {}
-    for spec in tensor_specs(description):
-        if spec.name.endswith(SCALE_SUFFIX):
-            out[spec.name] = torch.rand(spec.shape) + 0.5
-        else:
-            kind = torch.uint8 if spec.dtype == torch.float8_e4m3fn else torch.int16
-            out[spec.name] = torch.randint(0, 0x7E, spec.shape, dtype=kind).view(spec.dtype)
-    return out
-
-
-def changed(tensors: Tensors, share: float) -> Tensors:
-    """The version after: about ``share`` of the FP8 codes differs in the lowest bit."""
-    new = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float8_e4m3fn:
-            codes = tensor.view(torch.uint8).clone()
-            codes[torch.rand(codes.shape) < share] ^= 1
-            new[name] = codes.view(tensor.dtype)
-    return new
-
-
 def growing(like: DecoderDescription, largest: float, scratch: Path) -> list[dict[str, Any]]:
     """Growing models with random weights, up to ``largest`` million parameters."""
     rows = []
@@ -399,34 +354,47 @@ def at_size(description: DecoderDescription, scratch: Path) -> dict[str, Any]:
     return {"bytes": size(new), "ns_per_byte": per_byte, **taken}
 
 
+def generating(versions: list[Tensors], description: DecoderDescription, scratch: Path) -> dict[str, Any]:
+    """:func:`pausing` in a process whose memory is kept as that of a host's child is."""
+    for number, tensors in enumerate(versions):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, scratch / f"{number}.safetensors")
+    (scratch / "description.json").write_text(json.dumps(description.to_json()))
+    command = [sys.executable, __file__, "--generating", str(scratch)]
+    done = subprocess.run(command, env={**os.environ, **MEMORY}, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
-    """Measure and write ``results/refit.json``."""
+    """Measure and write ``results/refit.json``; what other parts have found stays in it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("data", nargs="?")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--largest", type=float, default=1000, help="millions of parameters")
+    parser.add_argument("--generating", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if a.generating is not None:
+        versions = [load_file(path) for path in sorted(a.generating.glob("*.safetensors"))]
+        description = DecoderDescription.from_json(json.loads((a.generating / "description.json").read_text()))
+        print(json.dumps(pausing(versions, description)))
+        return
+    path = RESULTS / "refit.json"
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    result = {name: value for name, value in before.items() if name not in machine()}
     versions, description, steps, quantised = learning(a.model, a.data)
-    print(steps, quantised, flush=True)
+    result |= {"model": "SmolLM2-135M, FP8 block scales; codes, scales and the BF16 rest"}
+    result |= {"delta_after_steps_at_lr_1e-6": steps, "quantising": quantised}
     with tempfile.TemporaryDirectory() as scratch:
-        moved = moving(versions[-2], versions[-1], description, Path(scratch))
-        print(moved, flush=True)
-        paused = pausing(versions[-3:], description)
-        print(paused, flush=True)
-        rows = growing(description, a.largest, Path(scratch))
-    write_result(
-        "refit",
-        {
-            "model": "SmolLM2-135M, FP8 block scales; codes, scales and the BF16 rest",
-            "delta_after_steps_at_lr_1e-6": steps,
-            "quantising": quantised,
-            "moving_to_an_idle_child": moved,
-            "generating_meanwhile": paused,
-            "growing_random_models": rows,
-        },
-    )
+        if "moving" in a.parts:
+            result["moving_to_an_idle_child"] = moving(versions[-2], versions[-1], description, Path(scratch))
+        if "generating" in a.parts:
+            result["generating_meanwhile"] = generating(versions[-3:], description, Path(scratch))
+        if "growing" in a.parts:
+            result["growing_random_models"] = growing(description, a.largest, Path(scratch))
+    write_result("refit", result)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import refit
 import slow_engine
 import torch
 import transformers
+from refit_models import Tensors, changed, in_shared_memory, random_version, sized
 
 from trtl_rl.config import RunConfig, validate_config
 from trtl_rl.engines.pool import EnginePool, Engines
@@ -44,7 +44,6 @@ PATIENCE = 1800.0  # seconds, of everything: the machine may be busy
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Host = Literal["process", "ray"]
-Tensors = dict[str, torch.Tensor]
 
 
 class Model:
@@ -53,7 +52,7 @@ class Model:
     def __init__(self, name: str, description: DecoderDescription, versions: tuple[Tensors, Tensors]) -> None:
         self.name, self.description = name, description
         memory = VersionMemory()
-        self.versions = tuple(refit.in_shared_memory(tensors, memory) for tensors in versions)
+        self.versions = tuple(in_shared_memory(tensors, memory) for tensors in versions)
 
     @property
     def bytes(self) -> int:
@@ -66,14 +65,14 @@ def demo() -> Model:
     Recipe.load("fp8_block").apply(model)
     decoder = TrainableDecoder(model, KernelSet(False, backward=True), CONTEXT)
     tensors = {name: tensor.clone() for name, tensor in decoder.refresh(0).items()}
-    return Model("demo", decoder.description, (tensors, refit.changed(tensors, CHANGED)))
+    return Model("demo", decoder.description, (tensors, changed(tensors, CHANGED)))
 
 
 def random_model(name: str, like: DecoderDescription, **sizes: Any) -> Model:
     """A model of these sizes with the formats of ``like``, and random weights."""
-    description = refit.sized(like, **sizes)
-    tensors = refit.random_version(description)
-    return Model(name, description, (tensors, refit.changed(tensors, CHANGED)))
+    description = sized(like, **sizes)
+    tensors = random_version(description)
+    return Model(name, description, (tensors, changed(tensors, CHANGED)))
 
 
 def models() -> Iterator[Model]:

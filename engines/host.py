@@ -44,7 +44,7 @@ HEARTBEAT = 1.0  # seconds
 CHILD = "trtl_rl.engines.child"
 
 # glibc keeps what a step or a refit gives back, instead of returning it to the system and taking it anew, page by page.
-_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class HostedEngine:
@@ -86,7 +86,7 @@ class HostedEngine:
         ours, refits = socket.socketpair()
         self._line = RefitLine(ours, channel, refit_timeout)
         descriptors = [theirs.fileno(), refits.fileno()]
-        environment = {**_MEMORY, **variables(python), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {**MEMORY, **variables(python), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         environment.update({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
