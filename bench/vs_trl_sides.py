@@ -81,6 +81,7 @@ def train_ours(record: Record) -> None:
     """``Trainer`` with the job's configuration."""
     from trtl_rl import Trainer
     from trtl_rl.config import validate_config
+    from trtl_rl.rewards.reward import Reward
     from trtl_rl.trainer.learner import Learner
     from trtl_rl.trainer.rollouts import RolloutWorker
 
@@ -99,7 +100,8 @@ def train_ours(record: Record) -> None:
 
     Learner.update, RolloutWorker.start = observed_update, observed_start  # type: ignore[method-assign]
     config = validate_config({**JOB["ours"], "run_dir": str(Path(sys.argv[2]).parent / "run")})
-    trainer = Trainer(reward_funcs=record.reward, train_dataset=ROWS, args=config)
+    reward = Reward("observed", record.reward, in_process=True)  # where it notes what it sees
+    trainer = Trainer(reward_funcs=reward, train_dataset=ROWS, args=config)
     trainer.train()
     record.write()
 
