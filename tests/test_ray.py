@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from trtl_rl.errors import EngineError, UserError
 from trtl_rl.kernels.kernel_set import KernelSet
 from trtl_rl.refit.manifest import Bucket
 from trtl_rl.rollout import Request, Sampling
+from trtl_rl.trainer.callbacks import Callback
 from trtl_rl.trainer.trainer import Trainer
 
 ray = pytest.importorskip("ray")
@@ -116,6 +116,18 @@ def alive(process: int) -> bool:
 
 
 def test_a_run_on_two_actors_one_of_which_is_killed_goes_on_and_stays_exact(cluster: Any, tmp_path: Path) -> None:
+    class Kill(Callback):
+        """After the first step; the third waits until the actor is replaced, so that the rest is rolled out by both."""
+
+        def on_step(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+            pool: Any = trainer._run._engine  # type: ignore[union-attr]
+            if step == 1:
+                ray.kill(pool._members[0].engine._now[0]._actor)
+            end = time.monotonic() + 60
+            while step == 3 and not pool.restarts:
+                assert time.monotonic() < end, "a lost actor is not replaced"
+                time.sleep(0.1)
+
     run_dir = tmp_path / "run"
     trainer = Trainer(
         args=demo.small(
@@ -125,19 +137,10 @@ def test_a_run_on_two_actors_one_of_which_is_killed_goes_on_and_stays_exact(clus
             buffer={"max_staleness": 1},
             engine={"replicas": 2, "restart_delay": 0.1, "timeout": 60},
             ray={"address": cluster.address, "resources": {"num_cpus": 0.5}},
-        )
+        ),
+        callbacks=[Kill()],
     )
-
-    def kill() -> None:
-        while not rows_of(run_dir, "step"):
-            time.sleep(0.05)
-        pool: Any = trainer._run._engine  # type: ignore[union-attr]
-        ray.kill(pool._members[0].engine._now[0]._actor)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
     result = trainer.train()
-    killer.join(60)
     rows = [row["metrics"] for row in rows_of(run_dir, "step")]
     assert result.step == len(rows) == 6
     assert rows[-1]["engine/restarts"] >= 1
