@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from trtl_rl.rollout import Completion, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+ANSWER_SECONDS = 10.0  # for a cluster's address to take a connection
 GRACE = 10.0  # seconds that a call may take beside what it asks its engine for
 CALLS = 8  # calls that an actor serves at once: polls, refits and questions must not wait for each other
 
@@ -40,20 +42,28 @@ def connect(address: str) -> None:
         raise UserError(
             "ray.address needs Ray: pip install 'trtl-rl[ray]'. Without it, engine.replicas starts engines on this machine."
         ) from None
-    if ray.is_initialized():
-        return
     try:
+        _check_answers(address)
+        if ray.is_initialized():
+            return
         ray.init(
             address=None if address == "local" else address,
             include_dashboard=False if address == "local" else None,
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one with `ray start "
             "--head`, or use ray.address=local."
         ) from None
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError where nothing listens at ``host:port``: Ray itself goes on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in address and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
 class BucketStore:
