@@ -6,8 +6,9 @@ not fit into a description follows with ``push``. The other side has a :class:`R
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -105,12 +106,15 @@ def fill(buffer: Tensor, bucket: Bucket, places: list[Place]) -> None:
 
 def views(buffer: Tensor, description: Mapping[str, Any]) -> Bucket:
     """The tensors in ``buffer`` [size] uint8, without a copy."""
-    tensors: dict[str, Tensor] = {}
-    for name, dtype, shape, start in description["tensors"]:
-        kind: torch.dtype = getattr(torch, dtype)
-        count = int(torch.Size(shape).numel()) * kind.itemsize
-        tensors[name] = buffer[start : start + count].view(kind).reshape(shape)
+    tensors = {
+        name: view(buffer, getattr(torch, dtype), shape, start) for name, dtype, shape, start in description["tensors"]
+    }
     return Bucket(tensors, frozenset(description["packed"]), description.get("stays", False))
+
+
+def view(buffer: Tensor, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+    """The tensor that begins at byte ``start`` of ``buffer`` [size] uint8, without a copy."""
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(tuple(shape))
 
 
 def aligned(size: int) -> int:

@@ -7,6 +7,7 @@ containers) is no limit. A process of the same user opens them through ``/proc``
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import weakref
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtl_rl.refit.channel import aligned, fill, layout
+from trtl_rl.refit.channel import aligned, fill, layout, view
 from trtl_rl.refit.manifest import Bucket, Manifest, dtype_name, tensor_bytes
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
@@ -42,12 +43,9 @@ class VersionMemory:
         places, size = [], 0
         for name, dtype, shape in specs:
             places.append((name, dtype, shape, size))
-            size += aligned(torch.Size(shape).numel() * dtype.itemsize)
+            size += aligned(math.prod(shape) * dtype.itemsize)
         whole = self._file(size).lend(self._free)
-        return {
-            name: whole[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).reshape(shape)
-            for name, dtype, shape, start in places
-        }
+        return {name: view(whole, dtype, shape, start) for name, dtype, shape, start in places}
 
     def _file(self, size: int) -> _MemoryFile:
         while self._free:
